@@ -1,0 +1,318 @@
+"""The verbs in plain C, compiled by the system's compiler at first use and kept in the cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kullback.backends import build
+from kullback.backends.build import BuildError
+from kullback.forms import FORMS
+from kullback.printer import print_functor
+from kullback.rows import STATE_FIELDS, Problem
+
+HERE = Path(__file__).parent
+TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+# Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised.
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-tree-pre",
+    "-shared",
+    "-fPIC",
+]
+# A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
+FLAT_VOCAB = 1 << 14
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that the C code of one kernel depends on."""
+
+    kind: str
+    form: str
+    target_form: str
+    x: torch.dtype
+    y: torch.dtype
+    weight: torch.dtype
+    loss: torch.dtype
+    want_sum: bool
+    want: tuple[bool, bool]
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of rows.c."""
+
+    _fields_ = (
+        [
+            (name, ctypes.c_void_p)
+            for name in (
+                "x",
+                "y",
+                "input_gradient",
+                "target_gradient",
+                "weight",
+                "loss",
+                "state",
+                "known_state",
+                "partial",
+            )
+        ]
+        + [
+            (name, ctypes.c_int64) for name in ("rows", "vocab", "x_stride", "y_stride", "elements")
+        ]
+        + [
+            ("scale", ctypes.c_double),
+            ("input_temperature", ctypes.c_double),
+            ("target_temperature", ctypes.c_double),
+            ("parameter", ctypes.c_double),
+            ("threads", ctypes.c_int32),
+        ]
+    )
+
+
+def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
+    """Why this path cannot take the problem, or None."""
+    if x.device.type != "cpu":
+        return f"tensors are on {x.device.type}"
+    try:
+        compiler()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def compiler() -> tuple[str, ...]:
+    """The compiler and its flags, tried on a small kernel. Raises BuildError."""
+    name = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if name is None:
+        raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
+    vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    error = ""
+    for extra in (["-fopenmp", *vectors], ["-fopenmp"], ["-fopenmp-simd"], []):
+        command = (*name.split(), *FLAGS, *extra)
+        probe = "int probe(void) { return 0; }\n"
+        try:
+            build.cached(repr((command, probe)), ".so", lambda c=command: _compile(c, probe))  # type: ignore[misc]
+        except BuildError as problem:
+            error = str(problem)
+            continue
+        return command
+    raise BuildError(error)
+
+
+def _compile(command: tuple[str, ...], source: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="kullback-") as directory:
+        code, binary = Path(directory) / "rows.c", Path(directory) / "rows.so"
+        code.write_text(source)
+        try:
+            done = subprocess.run(
+                [*command, str(code), "-o", str(binary), "-lm"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except OSError as error:
+            raise BuildError(f"{command[0]} could not be run: {error}") from error
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        return binary.read_bytes()
+
+
+def source(variant: Variant) -> str:
+    """The whole C file of a kernel."""
+    problem = Problem(variant.kind, variant.form, variant.target_form)
+    double = torch.float64 in (variant.x, variant.y)
+    x, y, weight, loss = (
+        TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss)
+    )
+    values = {
+        "X": x,
+        "Y": y,
+        "WEIGHT": weight,
+        "LOSS": loss,
+        "LOAD_X": f"load_{x}",
+        "LOAD_Y": f"load_{y}",
+        "STORE_X": f"store_{x}",
+        "STORE_Y": f"store_{y}",
+        "STORE_LOSS": f"store_{loss}",
+        "WANT_SUM": int(variant.want_sum),
+        "WANT_INPUT": int(variant.want[0]),
+        "WANT_TARGET": int(variant.want[1]),
+        **{
+            f"{name}_{bound}": f"((real){value!r})"
+            for name, form in (("X", variant.form), ("Y", variant.target_form))
+            for bound, value in zip(("LOW", "HIGH"), FORMS[form].tame, strict=True)
+        },
+        "INPUT_IS_LOGITS": int(variant.form == "logits"),
+        "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
+    }
+    return "\n".join(
+        [
+            f"#define REAL_IS_DOUBLE {int(double)}",
+            (HERE / "math.h").read_text(),
+            (HERE.parent / "numerics.h").read_text(),
+            (HERE / "tame.h").read_text(),
+            (HERE / "types.h").read_text(),
+            *(f"#define {name} {value}" for name, value in values.items()),
+            print_functor(problem, ("k_", "tame_")),
+            (HERE / "rows.c").read_text(),
+        ]
+    )
+
+
+@functools.cache
+def kernel(variant: Variant) -> Callable[[Arguments], None]:
+    """The loaded kernel of a variant, compiled where the cache lacks it."""
+    command, text = compiler(), source(variant)
+    path = build.cached(repr((command, text)), ".so", lambda: _compile(command, text))
+    function = ctypes.CDLL(str(path)).kullback_rows
+    function.argtypes = [ctypes.POINTER(Arguments)]
+    function.restype = None
+    return lambda arguments: function(ctypes.byref(arguments))
+
+
+def accumulate(
+    problem: Problem, x: Tensor, y: Tensor, coefficient: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row times its coefficient, [rows], and the packed row states."""
+    loss = x.new_empty(x.size(0), dtype=dtype)
+    fields = STATE_FIELDS if problem.needs_norms else 0
+    state = x.new_empty(fields, x.size(0), dtype=torch.float64)
+    _run(problem, x, y, weight=coefficient, loss=loss, state=state if fields else None)
+    return loss, state
+
+
+def total(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    want: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
+    gradients = _outputs(x, y, want)
+    partial = _run(
+        problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True
+    )
+    assert partial is not None
+    return (partial.sum() * scale).to(dtype), *gradients
+
+
+def gradient(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    state: Tensor | None,
+    cotangent: Tensor,
+    want: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of Σ cotangent · loss; from the row states, or without them."""
+    gradients = _outputs(x, y, want)
+    known = state if problem.needs_norms else None
+    _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=known)
+    return gradients
+
+
+def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        x.new_empty(x.shape) if want[0] else None,
+        y.new_empty(y.shape) if want[1] else None,
+    )
+
+
+def _run(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    *,
+    weight: Tensor | None = None,
+    scale: float = 1.0,
+    loss: Tensor | None = None,
+    state: Tensor | None = None,
+    known_state: Tensor | None = None,
+    gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    total: bool = False,
+) -> Tensor | None:
+    """Call the kernel; returns the partial sums if `total`."""
+    rows, vocab = x.shape
+    partial = None
+    if x.numel() == 0 and not problem.needs_norms and problem.formula.finish_is_identity:
+        for tensor in (loss, *gradients):
+            if tensor is not None:
+                tensor.zero_()
+        return torch.zeros(1, dtype=torch.float64) if total else None
+    elements, x_stride, y_stride = rows * vocab, x.stride(0), y.stride(0)
+    flat = (
+        total
+        and weight is None
+        and problem.formula.finish_is_identity
+        and not problem.needs_norms
+        and x.is_contiguous()
+        and y.is_contiguous()
+    )
+    if flat:
+        vocab = x_stride = y_stride = FLAT_VOCAB
+        rows = -(-elements // vocab)
+    elif vocab == 1:
+        x, y = x.contiguous(), y.contiguous()
+        x_stride = y_stride = 1
+    if total:
+        unit = max(1, (1 << 16) // max(1, vocab))
+        partial = torch.empty(-(-rows // unit), dtype=torch.float64)
+    if weight is not None:
+        weight = weight.contiguous()
+    run = kernel(
+        Variant(
+            problem.kind,
+            problem.form,
+            problem.target_form,
+            x.dtype,
+            y.dtype,
+            torch.float64 if weight is None else weight.dtype,
+            torch.float64 if loss is None else loss.dtype,
+            total or loss is not None,
+            (gradients[0] is not None, gradients[1] is not None),
+        )
+    )
+    run(
+        Arguments(
+            x.data_ptr(),
+            y.data_ptr(),
+            *(
+                None if tensor is None else tensor.data_ptr()
+                for tensor in (*gradients, weight, loss, state, known_state, partial)
+            ),
+            rows,
+            vocab,
+            x_stride,
+            y_stride,
+            elements,
+            scale,
+            *problem.temperatures,
+            next(iter(problem.parameters.values()), 0.0),
+            torch.get_num_threads(),
+        )
+    )
+    return partial

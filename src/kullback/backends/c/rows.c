@@ -1,0 +1,322 @@
+/* Rows of a divergence on a CPU. The formula is pasted above as `element` and `finish`; so are the
+   macros X, Y (element types of input and target), WEIGHT, LOSS, WANT_SUM, WANT_INPUT, WANT_TARGET.
+
+   Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
+   the shape alone: neither the number of threads nor the rows beside a row can change its result. */
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#ifdef __GNUC__
+#define NOINLINE __attribute__((noinline))
+#endif
+
+enum { SPAN = 4096, UNIT = 1 << 16 };
+
+typedef struct {
+    const X *x;
+    const Y *y;
+    X *input_gradient;
+    Y *target_gradient;
+    const WEIGHT *weight;         /* of each row; NULL: 1 */
+    LOSS *loss;                   /* [rows], or NULL */
+    double *state;                /* [7, rows], or NULL */
+    const double *known_state;    /* [7, rows], or NULL */
+    double *partial;              /* [units], or NULL */
+    int64_t rows, vocab, x_stride, y_stride, elements;
+    double scale, input_temperature, target_temperature, parameters[1];
+    int32_t threads;
+} Arguments;
+
+typedef struct { double term, d_log_p, d_log_q; } Sums;
+typedef struct { double top, total; } LogSumExp;
+
+#if NEEDS_NORMS
+CLONES NOINLINE static double top_x(const X *x, int64_t n, real scale)
+{
+    real top = -(real)INFINITY;
+    real poison = 0; /* a maximum drops NaN; a sum of zeros does not */
+#pragma omp simd reduction(max: top) reduction(+: poison)
+    for (int64_t i = 0; i < n; i++) {
+        const real value = LOAD_X(x[i]) * scale;
+        top = value > top ? value : top;
+        poison += value == value ? (real)0 : value;
+    }
+    return (double)top + (double)poison;
+}
+
+CLONES NOINLINE static double top_y(const Y *y, int64_t n, real scale)
+{
+    real top = -(real)INFINITY;
+    real poison = 0;
+#pragma omp simd reduction(max: top) reduction(+: poison)
+    for (int64_t i = 0; i < n; i++) {
+        const real value = LOAD_Y(y[i]) * scale;
+        top = value > top ? value : top;
+        poison += value == value ? (real)0 : value;
+    }
+    return (double)top + (double)poison;
+}
+
+CLONES NOINLINE static double total_x(const X *x, int64_t n, real scale, real top)
+{
+    double total = 0;
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++)
+            part += k_exp(LOAD_X(x[i]) * scale - top);
+        total += part;
+    }
+    return total;
+}
+
+CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real top)
+{
+    double total = 0;
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++)
+            part += k_exp(LOAD_Y(y[i]) * scale - top);
+        total += part;
+    }
+    return total;
+}
+#endif
+
+/* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of
+   floats are ordered, and those of NaN and of negative numbers lie above all positive ones'. A range about
+   zero (low < 0 < high = -low) is one of magnitudes. */
+#define WILDNESS(x, low) ((ubits)to_bits((low) > 0 ? (x) : k_abs(x)) - (ubits)to_bits((low) > 0 ? (low) : 0))
+
+/* SPAN elements of one sweep; `element` is the tame or the guarded formula. */
+#define SWEEP_SPAN(element)                                                                       \
+    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q) reduction(max: wildest_x, wildest_y)")                   \
+    for (int64_t i = start; i < end; i++) {                                                       \
+        const real xi = LOAD_X(x[i]), yi = LOAD_Y(y[i]);                                          \
+        const Element e = element(xi, yi, row, parameters);                                       \
+        const ubits wild_x = WILDNESS(xi, X_LOW), wild_y = WILDNESS(yi, Y_LOW);                   \
+        wildest_x = wild_x > wildest_x ? wild_x : wildest_x;                                      \
+        wildest_y = wild_y > wildest_y ? wild_y : wildest_y;                                      \
+        if (want_sum) {                                                                           \
+            term += e.term;                                                                       \
+            if (NEEDS_NORMS) {                                                                    \
+                d_log_p += e.d_log_p;                                                             \
+                d_log_q += e.d_log_q;                                                             \
+            }                                                                                     \
+        }                                                                                         \
+        if (WANT_INPUT && want_gradient)                                                          \
+            input_gradient[i] = STORE_X(e.input * upstream);                                      \
+        if (WANT_TARGET && want_gradient)                                                         \
+            target_gradient[i] = STORE_Y(e.target * upstream);                                    \
+    }
+
+/* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
+   done again with the guarded one if it was not tame. */
+INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row,
+                  Parameters parameters, real upstream, Sums *sums, int want_sum, int want_gradient)
+{
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real term = 0, d_log_p = 0, d_log_q = 0;
+        ubits wildest_x = 0, wildest_y = 0;
+        SWEEP_SPAN(tame_element)
+        if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW)) {
+            term = d_log_p = d_log_q = 0;
+            SWEEP_SPAN(k_element)
+        }
+        if (want_sum) {
+            sums->term += term;
+            sums->d_log_p += d_log_p;
+            sums->d_log_q += d_log_q;
+        }
+    }
+}
+
+#define SWEEP(name, want_sum, want_gradient) \
+    CLONES NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
+                                     Row row, Parameters parameters, real upstream, Sums *sums) \
+    { sweep(x, y, input_gradient, target_gradient, n, row, parameters, upstream, sums, want_sum, want_gradient); }
+
+#define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
+/* A gradient that needs no sum of its row is written while the row is summed. */
+#define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT && WANT_SUM)
+#define SUM_FIRST (WANT_SUM || NEEDS_NORMS || !FINISH_IS_LINEAR)
+#if ONE_SWEEP
+SWEEP(sum_and_gradient, 1, 1)
+#else
+#if SUM_FIRST
+SWEEP(sum, 1, 0)
+#endif
+#if WANT_GRADIENT
+SWEEP(gradient, 0, 1)
+#endif
+#endif
+
+#if NEEDS_NORMS
+INLINE void set_row(Row *row, LogSumExp input, LogSumExp target, const Arguments *a)
+{
+    row->input_scale = (real)(1 / a->input_temperature);
+    row->input_top = (real)input.top;
+    row->input_inverse_total = (real)(1 / input.total);
+    row->input_log_total = (real)log(input.total);
+    row->target_scale = (real)(1 / a->target_temperature);
+    row->target_top = (real)target.top;
+    row->target_inverse_total = (real)(1 / target.total);
+    row->target_log_total = (real)log(target.total);
+    const double shift = (target.top - input.top) + (log(target.total) - log(input.total));
+    row->shift_high = (real)shift;
+    row->shift_low = (real)(shift - (double)row->shift_high);
+}
+#endif
+
+static void clear(const Arguments *a, int64_t r, int64_t n)
+{
+    (void)n;
+#if WANT_INPUT
+    memset(a->input_gradient + r * a->vocab, 0, (size_t)n * sizeof(X));
+#endif
+#if WANT_TARGET
+    memset(a->target_gradient + r * a->vocab, 0, (size_t)n * sizeof(Y));
+#endif
+    if (a->loss)
+        a->loss[r] = STORE_LOSS(0);
+    if (a->state)
+        for (int k = 0; k < 7; k++)
+            a->state[k * a->rows + r] = 0;
+}
+
+static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters parameters)
+{
+    const double weight = a->weight ? (double)a->weight[r] : 1;
+    if (weight == 0) { /* not read: garbage in it cannot leak */
+        clear(a, r, n);
+        return 0;
+    }
+    const X *x = a->x + r * a->x_stride;
+    const Y *y = a->y + r * a->y_stride;
+    X *input_gradient = 0;
+    Y *target_gradient = 0;
+#if WANT_INPUT
+    input_gradient = a->input_gradient + r * a->vocab;
+#endif
+#if WANT_TARGET
+    target_gradient = a->target_gradient + r * a->vocab;
+#endif
+    Row row = { 0 };
+    Sums sums = { 0, 0, 0 };
+    LogSumExp input = { 0, 0 }, target = { 0, 0 };
+    (void)input_gradient, (void)target_gradient;
+#if NEEDS_NORMS
+    const double *known = a->known_state;
+    if (known) {
+        input = (LogSumExp){ known[r], known[a->rows + r] };
+        target = (LogSumExp){ known[2 * a->rows + r], known[3 * a->rows + r] };
+        sums = (Sums){ known[4 * a->rows + r], known[5 * a->rows + r], known[6 * a->rows + r] };
+    } else {
+#if INPUT_IS_LOGITS
+        const real x_scale = (real)(1 / a->input_temperature);
+        input.top = top_x(x, n, x_scale);
+        input.total = total_x(x, n, x_scale, (real)input.top);
+#endif
+#if TARGET_IS_LOGITS
+        const real y_scale = (real)(1 / a->target_temperature);
+        target.top = top_y(y, n, y_scale);
+        target.total = total_y(y, n, y_scale, (real)target.top);
+#endif
+    }
+    set_row(&row, input, target, a);
+    if (!known)
+        sum(x, y, input_gradient, target_gradient, n, row, parameters, 0, &sums);
+    row.input_sum_gradient = (real)sums.d_log_q;
+    row.target_sum_gradient = (real)sums.d_log_p;
+#elif ONE_SWEEP
+    sum_and_gradient(x, y, input_gradient, target_gradient, n, row, parameters, (real)(weight * a->scale), &sums);
+#elif SUM_FIRST
+    sum(x, y, input_gradient, target_gradient, n, row, parameters, 0, &sums);
+#endif
+    const Finish done = finish(sums.term, parameters);
+#if WANT_GRADIENT && !ONE_SWEEP
+    gradient(x, y, input_gradient, target_gradient, n, row, parameters, (real)(weight * a->scale * done.slope), &sums);
+#endif
+    if (a->loss)
+        a->loss[r] = STORE_LOSS((real)(weight * done.loss));
+    if (a->state) {
+        const double parts[] = { input.top, input.total, target.top, target.total,
+                                 sums.term, sums.d_log_p, sums.d_log_q };
+        for (int k = 0; k < 7; k++)
+            a->state[k * a->rows + r] = parts[k];
+    }
+    return weight * done.loss;
+}
+
+/* Rows of one element whose term is the loss (`reduction="none"` of kl_div): a row is a vector lane. */
+#define ELEMENTWISE (FINISH_IS_IDENTITY && !NEEDS_NORMS)
+#if ELEMENTWISE
+CLONES NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+{
+    const Row row = { 0 };
+    const real scale = (real)a->scale;
+    LOSS *loss = a->loss;
+    const WEIGHT *weights = a->weight;
+#if WANT_INPUT
+    X *input_gradient = a->input_gradient;
+#endif
+#if WANT_TARGET
+    Y *target_gradient = a->target_gradient;
+#endif
+    (void)scale, (void)loss;
+#pragma omp simd
+    for (int64_t i = start; i < end; i++) {
+        const Element e = k_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
+        const real weight = weights ? (real)weights[i] : (real)1;
+#if WANT_SUM
+        loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
+#endif
+#if WANT_INPUT
+        input_gradient[i] = STORE_X(weight == 0 ? (real)0 : scale * weight * e.input);
+#endif
+#if WANT_TARGET
+        target_gradient[i] = STORE_Y(weight == 0 ? (real)0 : scale * weight * e.target);
+#endif
+    }
+}
+#endif
+
+int64_t kullback_units(int64_t rows, int64_t vocab)
+{
+    const int64_t rows_per_unit = vocab >= UNIT ? 1 : UNIT / (vocab ? vocab : 1);
+    return (rows + rows_per_unit - 1) / rows_per_unit;
+}
+
+void kullback_rows(const Arguments *a)
+{
+    const int64_t rows_per_unit = a->vocab >= UNIT ? 1 : UNIT / (a->vocab ? a->vocab : 1);
+    const int64_t units = kullback_units(a->rows, a->vocab);
+    Parameters parameters;
+    memset(&parameters, 0, sizeof parameters);
+    *(real *)&parameters = (real)a->parameters[0];
+#pragma omp parallel for schedule(static) num_threads(a->threads) if (units > 1)
+    for (int64_t unit = 0; unit < units; unit++) {
+        const int64_t first = unit * rows_per_unit;
+        const int64_t last = first + rows_per_unit < a->rows ? first + rows_per_unit : a->rows;
+#if ELEMENTWISE
+        if (a->vocab == 1 && !a->partial && !a->state) {
+            elementwise(a, first, last, parameters);
+            continue;
+        }
+#endif
+        double part = 0;
+        for (int64_t r = first; r < last; r++) {
+            const int64_t left = a->elements - r * a->vocab;
+            part += one_row(a, r, left < a->vocab ? left : a->vocab, parameters);
+        }
+        if (a->partial)
+            a->partial[unit] = part;
+    }
+}

@@ -1,0 +1,331 @@
+"""The verbs as CUDA kernels, compiled by NVRTC at first use, cached as cubins, launched by cuda.core."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kullback.backends import build
+from kullback.backends.build import BuildError
+from kullback.backends.cuda import plan
+from kullback.printer import print_functor
+from kullback.rows import Problem
+
+HERE = Path(__file__).parent
+TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+OLDEST = (8, 0)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that the code of one kernel depends on, but the architecture."""
+
+    kind: str
+    form: str
+    target_form: str
+    x: torch.dtype
+    y: torch.dtype
+    weight: torch.dtype
+    loss: torch.dtype
+    want_sum: bool
+    want: tuple[bool, bool]
+    shape: plan.Shape
+
+
+def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
+    """Why this path cannot take the problem, or None."""
+    if x.device.type != "cuda":
+        return f"tensors are on {x.device.type}"
+    return unavailable(x.device.index) or ("logits have no CUDA kernel yet" if problem.needs_norms else None)
+
+
+@functools.cache
+def unavailable(index: int) -> str | None:
+    """Why kernels cannot be made for this device, or None."""
+    if torch.version.cuda is None:
+        return "this PyTorch is not built for CUDA"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        return "the package cuda-core is not installed"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST:
+        return f"compute capability {capability} is older than {OLDEST}"
+    return None
+
+
+def source(variant: Variant) -> str:
+    """The whole CUDA file of a row kernel."""
+    problem = Problem(variant.kind, variant.form, variant.target_form)
+    types = {"X": variant.x, "Y": variant.y, "WEIGHT": variant.weight, "LOSS": variant.loss}
+    values = {
+        **{name: TYPES[dtype] for name, dtype in types.items()},
+        "WANT_SUM": int(variant.want_sum),
+        "WANT_INPUT": int(variant.want[0]),
+        "WANT_TARGET": int(variant.want[1]),
+        **variant.shape.macros,
+    }
+    return "\n".join(
+        [
+            f"#define REAL_IS_DOUBLE {int(torch.float64 in (variant.x, variant.y))}",
+            *(f"#define {name} {value}" for name, value in values.items()),
+            _text("math.cuh"),
+            (HERE.parent / "numerics.h").read_text(),
+            _text("vector.cuh"),
+            print_functor(problem),
+            _text("fold.cuh"),
+            _text("rows.cuh"),
+        ]
+    )
+
+
+def scale_source(x: torch.dtype, factor: torch.dtype) -> str:
+    """The whole CUDA file of `scale_`."""
+    return "\n".join(
+        [
+            f"#define REAL_IS_DOUBLE {int(x == torch.float64)}",
+            f"#define X {TYPES[x]}",
+            f"#define LOSS {TYPES[factor]}",
+            f"#define THREADS {plan.THREADS}",
+            f"#define WIDTH {plan.VECTOR_BYTES // x.itemsize}",
+            _text("math.cuh"),
+            _text("vector.cuh"),
+            _text("scale.cuh"),
+        ]
+    )
+
+
+def _text(name: str) -> str:
+    return (HERE / name).read_text()
+
+
+def compile_cubin(text: str, arch: str, log: Any = None) -> bytes:
+    """Machine code for an architecture such as "sm_90a"; spilled registers are an error. Needs no GPU."""
+    core = importlib.import_module("cuda.core")
+    options = core.ProgramOptions(
+        arch=arch, std="c++17", ptxas_options=["-v", "-warn-spills", "-Werror"]
+    )
+    program = core.Program(text, "c++", options)
+    try:
+        return bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda.core raises its own kinds for each stage
+        raise BuildError(f"NVRTC did not compile a kernel for {arch}: {error}") from error
+    finally:
+        program.close()
+
+
+def architecture(index: int) -> str:
+    """The compilation target of a device; from Hopper on with its own instructions."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def _kernel(text: str, name: str, arch: str) -> Any:
+    core = importlib.import_module("cuda.core")
+    bindings = importlib.import_module("cuda.bindings")
+    key = repr((text, arch, core.__version__, bindings.__version__))
+    path = build.cached(key, ".cubin", lambda: compile_cubin(text, arch))
+    return core.ObjectCode.from_cubin(build.read(path)).get_kernel(name)
+
+
+class Launcher:
+    """A kernel on a device, and how many of its blocks fill it."""
+
+    def __init__(self, text: str, name: str, index: int) -> None:
+        core = importlib.import_module("cuda.core")
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()  # the device's context, made current by torch
+            core.Device(index).set_current()
+            self.kernel = _kernel(text, name, architecture(index))
+            resident = self.kernel.occupancy.max_active_blocks_per_multiprocessor(plan.THREADS, 0)
+        self.index = index
+        self.launch = core.launch
+        self.blocks = resident * torch.cuda.get_device_properties(index).multi_processor_count
+        self.config = functools.cache(
+            lambda blocks: core.LaunchConfig(grid=blocks, block=plan.THREADS)
+        )
+
+    def __call__(self, blocks: int, *arguments: int | float) -> None:
+        handle = torch.cuda.current_stream(self.index).cuda_stream
+        stream = _stream(self.index, handle)
+        config = self.config(max(1, min(blocks, self.blocks)))
+        if torch.cuda.current_device() == self.index:
+            self.launch(stream, config, self.kernel, *arguments)
+        else:
+            with torch.cuda.device(self.index):
+                self.launch(stream, config, self.kernel, *arguments)
+
+
+@functools.cache
+def _stream(index: int, handle: int) -> Any:
+    return importlib.import_module("cuda.core").Stream.from_handle(handle)
+
+
+@functools.cache
+def _launcher(variant: Variant, index: int) -> Launcher:
+    return Launcher(source(variant), "kullback_rows", index)
+
+
+@functools.cache
+def _scaler(x: torch.dtype, factor: torch.dtype, index: int) -> Launcher:
+    return Launcher(scale_source(x, factor), "kullback_scale", index)
+
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
+
+
+def _workspace(index: int, blocks: int) -> Tensor:
+    """Partial sums and, last, the ticket (zero between launches): one for each stream.
+
+    A graph being captured gets its own, since it may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+    key = (index, torch.cuda.current_stream(index).cuda_stream)
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.numel() <= blocks:
+        workspace = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+        _workspaces[key] = workspace
+    return workspace
+
+
+def accumulate(
+    problem: Problem, x: Tensor, y: Tensor, coefficient: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row times its coefficient, [rows]; literal forms need no row state."""
+    loss = x.new_empty(x.size(0), dtype=dtype)
+    _run(problem, x, y, weight=coefficient, losses=loss)
+    return loss, x.new_empty((0, x.size(0)), dtype=torch.float64)
+
+
+def total(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    want: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
+    gradients = _outputs(x, y, want)
+    result = x.new_empty((), dtype=dtype)
+    _run(
+        problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=result
+    )
+    return result, *gradients
+
+
+def gradient(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    state: Tensor | None,
+    cotangent: Tensor,
+    want: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of Σ cotangent · loss."""
+    gradients = _outputs(x, y, want)
+    _run(problem, x, y, weight=cotangent, gradients=gradients)
+    return gradients
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor, without a pass over it where the factor is 1, decided on the device."""
+    if gradient.numel():
+        launcher = _scaler(gradient.dtype, factor.dtype, gradient.device.index)
+        blocks = -(-gradient.numel() * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
+        launcher(blocks, gradient.data_ptr(), factor.data_ptr(), gradient.numel())
+
+
+def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        x.new_empty(x.shape) if want[0] else None,
+        y.new_empty(y.shape) if want[1] else None,
+    )
+
+
+def _run(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    *,
+    weight: Tensor | None = None,
+    scale: float = 1.0,
+    gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    losses: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    rows, vocab = x.shape
+    if rows == 0:
+        if total is not None:
+            total.fill_(0.0 * scale)
+        return
+    one_weight = weight is None or weight.stride(0) == 0  # 0-d upstream, expanded over the rows
+    flat = (
+        one_weight
+        and losses is None
+        and (total is None or weight is None)
+        and problem.formula.finish_is_linear
+        and (total is None or problem.formula.finish_is_identity)
+        and x.is_contiguous()
+        and y.is_contiguous()
+    )
+    if weight is not None:
+        weight = weight[:1] if flat else weight.contiguous()
+    strides = (x.stride(0), y.stride(0))
+    if flat:
+        rows, vocab = 1, rows * vocab
+    index = x.device.index
+    want = (gradients[0] is not None, gradients[1] is not None)
+    output = total if losses is None else losses
+    shape = plan.shape(vocab, flat, x.dtype, y.dtype, any(want))
+    launcher = _launcher(
+        Variant(
+            problem.kind,
+            problem.form,
+            problem.target_form,
+            x.dtype,
+            y.dtype,
+            torch.float64 if weight is None else weight.dtype,
+            torch.float32 if output is None else output.dtype,
+            output is not None,
+            want,
+            shape,
+        ),
+        index,
+    )
+    if flat:
+        blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
+    else:
+        blocks = -(-rows * shape.lanes // plan.THREADS)
+    partial = ticket = 0
+    if total is not None:
+        workspace = _workspace(index, launcher.blocks)
+        partial = workspace.data_ptr()
+        ticket = partial + 8 * (workspace.numel() - 1)
+    launcher(
+        blocks,
+        x.data_ptr(),
+        y.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in (*gradients, weight, losses, total)),
+        partial,
+        ticket,
+        rows,
+        vocab,
+        *strides,
+        scale,
+        next(iter(problem.parameters.values()), 0.0),
+    )

@@ -1,0 +1,60 @@
+/* The formula's vocabulary in CUDA. In float: one special-function instruction for a logarithm or a power
+   (2 ulp), the exact library where an argument is out of the ordinary. In double: the library. */
+
+#define INLINE __device__ __forceinline__
+#define K_UNROLL _Pragma("unroll")
+
+#if REAL_IS_DOUBLE
+typedef double real;
+INLINE real k_abs(real x) { return fabs(x); }
+INLINE real k_sqrt(real x) { return sqrt(x); }
+INLINE real k_fma(real x, real y, real z) { return fma(x, y, z); }
+INLINE real k_exp(real x) { return exp(x); }
+INLINE real k_expm1(real x) { return expm1(x); }
+INLINE real k_log(real x) { return log(x); }
+INLINE real k_log1p(real x) { return log1p(x); }
+INLINE real k_divide(real x, real y) { return x / y; }
+#define SMALLEST_NORMAL 2.2250738585072014e-308
+#else
+typedef float real;
+INLINE real k_abs(real x) { return fabsf(x); }
+INLINE real k_sqrt(real x) { return __fsqrt_rn(x); }
+INLINE real k_fma(real x, real y, real z) { return fmaf(x, y, z); }
+
+INLINE real k_exp(real x)
+{
+    /* x·log2(e) in two parts, so that a large x loses nothing */
+    const real high = x * 1.44269504f;
+    const real low = fmaf(x, 1.44269504f, -high) + x * 1.92596299e-8f;
+    real power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(high));
+    const real result = fmaf(power, low * 0.693147181f, power);
+    return k_abs(high) < 200.0f ? result : power; /* inf - inf in `low` */
+}
+
+INLINE real k_log(real x)
+{
+    real result;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result * 0.693147181f;
+}
+
+INLINE real k_expm1(real x) { return expm1f(x); }
+INLINE real k_log1p(real x) { return log1pf(x); }
+INLINE real k_divide(real x, real y) { return __fdividef(x, y); }
+#define SMALLEST_NORMAL 1.17549435e-38f
+#endif
+
+INLINE real k_log_quotient(real p, real q)
+{
+    const real quotient = k_divide(p, q);
+    if (quotient >= SMALLEST_NORMAL && quotient < (real)1e30 && q >= SMALLEST_NORMAL && q < (real)1e30)
+        return k_log(quotient);
+    if (p == 0 && q == 0)
+        return 0;
+#if REAL_IS_DOUBLE
+    return log(p) - log(q);
+#else
+    return logf(p) - logf(q);
+#endif
+}

@@ -1,0 +1,57 @@
+/* Element types, and WIDTH of them at a time in 16-byte accesses that pass the caches by. */
+
+typedef struct { unsigned short bits; } bfloat16;
+typedef struct { unsigned short bits; } float16;
+
+INLINE real to_real(float x) { return (real)x; }
+INLINE real to_real(double x) { return (real)x; }
+INLINE real to_real(bfloat16 x) { return (real)__uint_as_float((unsigned)x.bits << 16); }
+
+INLINE real to_real(float16 x)
+{
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+    return (real)result;
+}
+
+INLINE void from_real(real x, float &result) { result = (float)x; }
+INLINE void from_real(real x, double &result) { result = (double)x; }
+INLINE void from_real(real x, bfloat16 &result) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"((float)x)); }
+INLINE void from_real(real x, float16 &result) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"((float)x)); }
+
+template <typename T> INLINE T rounded(real x)
+{
+    T result;
+    from_real(x, result);
+    return result;
+}
+
+/* WIDTH elements as they lie in memory */
+template <typename T> struct alignas(16) Packed {
+    T element[WIDTH];
+};
+
+enum { VECTOR_BYTES = 16 };
+
+template <typename T> INLINE Packed<T> load(const T *p)
+{
+    Packed<T> result;
+    uint4 *words = (uint4 *)&result;
+#pragma unroll
+    for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
+        words[i] = __ldcs((const uint4 *)p + i);
+    return result;
+}
+
+template <typename T> INLINE void store(T *p, const Packed<T> &value)
+{
+    const uint4 *words = (const uint4 *)&value;
+#pragma unroll
+    for (int i = 0; i < (int)sizeof value / VECTOR_BYTES; i++)
+        __stcs((uint4 *)p + i, words[i]);
+}
+
+template <typename T> INLINE bool is_aligned(const T *p)
+{
+    return ((unsigned long long)p & (VECTOR_BYTES - 1)) == 0;
+}

@@ -1,0 +1,91 @@
+/* Functions of the formula's vocabulary that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE,
+   INLINE, k_abs, k_exp, k_expm1, k_log, k_log1p, k_fma. Every selection is a conditional between
+   values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
+   Taylor (double); docs/numerics.md says how they were made. */
+
+#define K_INFINITY ((real)__builtin_inff())
+
+INLINE real k_mass_times(real mass, real x)
+{
+    const int nothing = (mass == 0) & (k_abs(x) == K_INFINITY);
+    return mass * (nothing ? (real)0 : x);
+}
+
+INLINE real k_ratio_or_zero(real x, real y)
+{
+    const int nothing = (x == 0) & (y == 0);
+    return x / (nothing ? (real)1 : y);
+}
+
+INLINE real k_log_difference(real log_p, real log_q)
+{
+    const int nothing = (log_p == log_q) & (k_abs(log_p) == K_INFINITY);
+    return nothing ? (real)0 : log_p - log_q;
+}
+
+/* Two-difference (Knuth): s + r = y - x exactly. Infinite logits make r NaN; it is then nothing. */
+INLINE real k_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
+{
+    const real a = y * y_scale, b = x * x_scale;
+    const real low = k_fma(y, y_scale, -a) - k_fma(x, x_scale, -b);
+    const real s = a - b, t = s - a;
+    const real rest = ((a - (s - t)) - (b + t)) + low;
+    const real r = k_abs(rest) < K_INFINITY ? rest : (real)0;
+    const real result = (s - shift) + (r - shift_low);
+    const int nothing = (y == -K_INFINITY) & (x == -K_INFINITY);
+    return nothing ? (real)0 : result;
+}
+
+#if REAL_IS_DOUBLE
+#define K_GAP_SERIES { 1.0/2, -1.0/6, 1.0/24, -1.0/120, 1.0/720, -1.0/5040, 1.0/40320, -1.0/362880, \
+    1.0/3628800, -1.0/39916800, 1.0/479001600, -1.0/6227020800, 1.0/87178291200, \
+    -1.0/1307674368000, 1.0/20922789888000 }
+#define K_GAP_TERMS 15
+#else
+#define K_GAP_SERIES { 0.5f, -0.16666667f, 0.041666668f, -0.008333182f, 0.0013888608f, -0.00019962185f, \
+    2.4957046e-05f }
+#define K_GAP_TERMS 7
+#define K_BREGMAN_SERIES { 0.5f, -0.16666667f, 0.083333194f, -0.049999576f, 0.03334333f, -0.023827834f, \
+    0.017610902f, -0.013561862f, 0.013531846f, -0.011617227f }
+#define K_BREGMAN_TERMS 10
+#endif
+
+INLINE real k_gap(real d)
+{
+    const real series[] = K_GAP_SERIES;
+    real sum = series[K_GAP_TERMS - 1];
+    K_UNROLL
+    for (int k = K_GAP_TERMS - 2; k >= 0; k--)
+        sum = sum * d + series[k];
+    const real near = d * d * sum, far = d + (k_exp(-d) - 1);
+    return k_abs(d) < (real)0.5 ? near : far;
+}
+
+/* The caller brings log(1 + z), which may be anything where 1 + z = 0. */
+INLINE real bregman_of(real z, real logarithm)
+{
+    const real one_more = z + 1;
+    const real far = (one_more == 0 ? (real)0 : one_more * logarithm) - z;
+#if REAL_IS_DOUBLE
+    /* s = z / (2 + z): (1 + z)·log1p(z) - z = (2s² + (1 + s)·(log1p(z) - 2s)) / (1 - s) */
+    const real s = z / (2 + z), w = s * s;
+    real sum = 2.0 / 31;
+    K_UNROLL
+    for (int k = 29; k >= 3; k -= 2)
+        sum = sum * w + 2.0 / k;
+    const real near = (2 * w + (1 + s) * (s * w * sum)) / (1 - s);
+#else
+    const real series[] = K_BREGMAN_SERIES;
+    real sum = series[K_BREGMAN_TERMS - 1];
+    K_UNROLL
+    for (int k = K_BREGMAN_TERMS - 2; k >= 0; k--)
+        sum = sum * z + series[k];
+    const real near = z * z * sum;
+#endif
+    return k_abs(z) < (real)(1.0 / 3) ? near : far;
+}
+
+INLINE real k_bregman(real z)
+{
+    return bregman_of(z, k_log(z + 1));
+}

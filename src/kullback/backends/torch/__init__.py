@@ -1,0 +1,287 @@
+"""The verbs in row-chunked torch: any device, any dtype, no toolchain.
+
+A chunk is as large as its temporaries fit the cache. Probabilities and log-probabilities are
+computed in float32 (float64 where an input is), logits in float64: their differences are what counts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kullback.formula import TENSOR
+from kullback.forms import FORMS
+from kullback.rows import LogSumExp, Problem, State, Sums
+
+# Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
+CPU_CHUNK = 1 << 18
+DEVICE_CHUNK = 1 << 24
+
+# Where no element is 0, infinite or NaN the guards have nothing to guard.
+TAME: Mapping[str, Callable[..., Any]] = {
+    **TENSOR,
+    "mass_times": torch.mul,
+    "ratio_or_zero": operator.truediv,
+    "log_quotient": lambda p, q: torch.div(p, q).log_(),
+    "log_difference": operator.sub,
+}
+
+
+def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
+    return None
+
+
+def accumulate(
+    problem: Problem, x: Tensor, y: Tensor, coefficient: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row times its coefficient, [rows], and the packed row states."""
+    loss = x.new_empty(x.size(0), dtype=dtype)
+    states = []
+    for rows in _chunks(x):
+        chunk = Chunk(problem, x[rows], y[rows])
+        value, _ = chunk.finish(chunk.state())
+        loss[rows] = chunk.weighted(value, coefficient, rows)
+        states.append(chunk.pack())
+    packed = torch.cat(states, dim=1) if states else x.new_empty(7, 0, dtype=torch.float64)
+    return loss, packed
+
+
+def total(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    want: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
+    gradients = _outputs(x, y, want)
+    result = torch.zeros((), dtype=_accumulator(x), device=x.device)
+    for rows in _chunks(x):
+        chunk = Chunk(problem, x[rows], y[rows])
+        state = chunk.state()
+        value, slope = chunk.finish(state)
+        result += chunk.weighted(value, coefficient, rows).sum()
+        if any(want):
+            cotangent = slope * scale
+            if coefficient is not None:
+                cotangent = torch.where(coefficient[rows] == 0, 0, cotangent) * coefficient[rows]
+            chunk.write(gradients, rows, cotangent)
+    return (result * scale).to(dtype), *gradients
+
+
+def gradient(
+    problem: Problem,
+    x: Tensor,
+    y: Tensor,
+    state: Tensor | None,
+    cotangent: Tensor,
+    want: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of Σ cotangent · loss; from the row states, or without them."""
+    gradients = _outputs(x, y, want)
+    for rows in _chunks(x):
+        known = None if state is None else State.unpack(state[:, rows])
+        chunk = Chunk(problem, x[rows], y[rows], known)
+        slope: Tensor | float = 1.0
+        if not problem.formula.finish_is_linear:
+            _, slope = chunk.finish(chunk.state())
+        upstream = cotangent[rows]
+        chunk.write(gradients, rows, torch.where(upstream == 0, 0, slope) * upstream)
+    return gradients
+
+
+class Chunk:
+    """A few rows, and what is known of them."""
+
+    def __init__(
+        self, problem: Problem, x: Tensor, y: Tensor, state: State | None = None
+    ) -> None:
+        self.problem = problem
+        dtype = _compute_dtype(problem, x, y)
+        self.x, self.y = x.to(dtype), y.to(dtype)
+        self.variables: dict[str, Any] = {"x": self.x, "y": self.y, **problem.parameters}
+        tame = _tame(self.x, problem.form) and _tame(self.y, problem.target_form)
+        self.operations = TAME if tame else TENSOR
+        self.sums: Sums | None = None
+        if problem.needs_norms:
+            self.set_norms(state)
+        if state is not None:
+            self.sums = state.sums
+
+    def set_norms(self, state: State | None) -> None:
+        """Bind the row variables of the logits sides; the other side's stay unused."""
+        log_totals: list[Tensor | float] = []
+        self.norms = []
+        sides = zip(
+            ("input", "target"),
+            (self.x, self.y),
+            (self.problem.form, self.problem.target_form),
+            self.problem.temperatures,
+            strict=True,
+        )
+        for index, (side, values, form, temperature) in enumerate(sides):
+            if form != "logits":
+                empty = values.new_zeros(values.size(0))
+                self.norms.append(LogSumExp(empty, empty))
+                log_totals.append(0.0)
+                continue
+            norm = normalize(values / temperature) if state is None else state[index]
+            norm = LogSumExp(*(part.to(values.dtype) for part in norm))
+            self.norms.append(norm)
+            log_total = norm.total.log()
+            log_totals.append(norm.top + log_total)
+            self.variables |= {
+                f"{side}_scale": torch.full_like(norm.top, 1 / temperature).unsqueeze(-1),
+                f"{side}_top": norm.top.unsqueeze(-1),
+                f"{side}_inverse_total": norm.total.reciprocal().unsqueeze(-1),
+                f"{side}_log_total": log_total.unsqueeze(-1),
+            }
+        if self.problem.form == self.problem.target_form:
+            shift = log_totals[1] - log_totals[0]
+            self.variables["shift_high"] = shift.unsqueeze(-1)  # type: ignore[union-attr]
+            self.variables["shift_low"] = torch.zeros_like(self.variables["shift_high"])
+
+    def state(self) -> Sums:
+        """The row sums; all three only where a gradient of logits will ask for them."""
+        if self.sums is None:
+            names = ("term", "d_log_p", "d_log_q") if self.problem.needs_norms else ("term",)
+            sums = self.run(*names)
+            term = _sum(sums["term"])
+            nothing = torch.zeros_like(term)
+            self.sums = Sums(
+                term, *(_sum(sums[n]) if n in sums else nothing for n in ("d_log_p", "d_log_q"))
+            )
+        return self.sums
+
+    def run(self, *outputs: str) -> dict[str, Tensor]:
+        return self.problem.program(*outputs).run(self.variables, self.operations)
+
+    def finish(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        """Row losses and their derivatives in the row sums."""
+        done = self.problem.formula.finish.run({"total": sums.term, **self.problem.parameters})
+        return done["loss"], torch.as_tensor(done["slope"]).to(sums.term)
+
+    def weighted(self, value: Tensor, coefficient: Tensor | None, rows: slice) -> Tensor:
+        if coefficient is None:
+            return value
+        weight = coefficient[rows]
+        return torch.where(weight == 0, 0, value) * weight
+
+    def write(
+        self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor
+    ) -> None:
+        """Fill these rows of the wanted gradients; a row of cotangent 0 gets zeros, whatever it holds."""
+        if self.problem.needs_norms:
+            sums = self.state()
+            for side, total in (("input", sums.d_log_q), ("target", sums.d_log_p)):
+                self.variables[f"{side}_sum_gradient"] = total.to(self.x.dtype).unsqueeze(-1)
+        names = [n for n, out in zip(("input", "target"), gradients, strict=True) if out is not None]
+        results = self.run(*names)
+        column = cotangent.to(self.x.dtype).unsqueeze(-1)
+        for name, out in zip(("input", "target"), gradients, strict=True):
+            if out is not None:
+                result = results[name]
+                if self.operations is TENSOR:
+                    result = torch.where(column == 0, 0, result)
+                torch.mul(result, column, out=out[rows])
+
+    def pack(self) -> Tensor:
+        norms = self.norms if self.problem.needs_norms else []
+        sums = self.state()
+        empty = torch.zeros_like(sums.term)
+        parts = [part for norm in norms for part in norm] or [empty] * 4
+        return torch.stack([part.to(torch.float64) for part in (*parts, *sums)])
+
+
+def normalize(values: Tensor) -> LogSumExp:
+    """The LogSumExp of each row of scaled logits."""
+    if values.size(-1) == 0:
+        empty = values.new_zeros(values.size(0))
+        return LogSumExp(empty - torch.inf, empty)
+    top = values.amax(-1)
+    return LogSumExp(top, torch.exp(values - top.unsqueeze(-1)).sum(-1))
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    rows, vocab = x.shape
+    size = CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
+    step = max(1, size // max(1, vocab))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    return tuple(  # type: ignore[return-value]
+        t.new_empty(t.shape) if wanted else None for t, wanted in zip((x, y), want, strict=True)
+    )
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _compute_dtype(problem: Problem, x: Tensor, y: Tensor) -> torch.dtype:
+    if problem.needs_norms:
+        return _accumulator(x)
+    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+
+
+def _tame(values: Tensor, form: str) -> bool:
+    if values.device.type != "cpu" or values.numel() == 0:  # on a device the answer would cost a wait
+        return False
+    low, high = torch.aminmax(values)
+    lower, upper = FORMS[form].tame
+    return bool(low > lower) and bool(high < upper)
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(-1).to(_accumulator(values))
+
+
+def gradient_by_formula(
+    problem: Problem, x: Tensor, y: Tensor, cotangent: Tensor, want: tuple[bool, bool]
+) -> tuple[Tensor, ...]:
+    """The wanted gradients of Σ cotangent · loss as one differentiable expression, nothing chunked.
+
+    Inputs are [..., vocab], the cotangent a number or of the rows' shape. For double backward.
+    """
+    dtype = _compute_dtype(problem, x, y)
+    values = {"input": x.to(dtype), "target": y.to(dtype)}
+    variables: dict[str, Any] = {
+        "x": values["input"],
+        "y": values["target"],
+        **problem.parameters,
+    }
+    log_totals: dict[str, Tensor] = {}
+    forms = {"input": problem.form, "target": problem.target_form}
+    for (side, form), temperature in zip(forms.items(), problem.temperatures, strict=True):
+        if form == "logits":
+            scaled = values[side] / temperature
+            top = scaled.detach().amax(-1, keepdim=True)
+            sum_exp = torch.exp(scaled - top).sum(-1, keepdim=True)
+            log_totals[side] = top + sum_exp.log()
+            variables |= {
+                f"{side}_scale": torch.full_like(top, 1 / temperature),
+                f"{side}_top": top,
+                f"{side}_inverse_total": 1 / sum_exp,
+                f"{side}_log_total": sum_exp.log(),
+            }
+    if len(log_totals) == 2:
+        variables["shift_high"] = log_totals["target"] - log_totals["input"]
+        variables["shift_low"] = torch.zeros_like(variables["shift_high"])
+    sums = problem.program("term", "d_log_p", "d_log_q").run(variables)
+    variables["input_sum_gradient"] = sums["d_log_q"].sum(-1, keepdim=True)
+    variables["target_sum_gradient"] = sums["d_log_p"].sum(-1, keepdim=True)
+    slope = problem.formula.finish.run(
+        {"total": sums["term"].sum(-1), **problem.parameters}
+    )["slope"]
+    upstream = (cotangent.to(dtype) * slope).unsqueeze(-1)
+    names = [name for name, wanted in zip(("input", "target"), want, strict=True) if wanted]
+    results = problem.program(*names).run(variables)
+    originals = {"input": x, "target": y}
+    return tuple((results[n] * upstream).to(originals[n].dtype) for n in names)

@@ -1,0 +1,225 @@
+"""Every divergence: one function each.
+
+A function receives one element of a row, as a `Pair`, and returns its term and the term's partial
+derivatives in log p and log q. These stay finite where derivatives in p and q overflow. Every term is
+1-homogeneous in (p, q), so the two partials sum to the term (Euler); a test holds each function to it.
+
+`pair.centred` says that both rows are normalised (logits). Then c·(p - q), which sums to zero, may be
+taken off each term: with c = f'(1) every term is >= 0 and an error in a normaliser enters squared
+(docs/mathematics.md). Otherwise the sum is the definition as written, normalised or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kullback.formula import (
+    Value,
+    absolute,
+    bregman,
+    exp,
+    expm1,
+    gap,
+    log,
+    log1p,
+    mass_times,
+    ratio_or_zero,
+    sqrt,
+    where,
+)
+
+
+class Pair(NamedTuple):
+    """One element of a row: p of the target, q of the input."""
+
+    p: Value
+    q: Value
+    ratio: Value  # log p - log q; 0 where p = q = 0
+    excess: Value  # q - p, without cancellation
+    centred: bool
+
+
+class Finish(NamedTuple):
+    """What becomes of a row's sum, and the derivative of that."""
+
+    loss: Value
+    slope: Value
+
+
+def identity(total: Value) -> Finish:
+    return Finish(total, 1.0)
+
+
+class Element(NamedTuple):
+    term: Value
+    d_log_p: Value
+    d_log_q: Value
+    finish: Callable[[Value], Finish] = identity
+
+
+def kl(x: Pair) -> Element:
+    """Σ p log(p/q)"""
+    if x.centred:  # p·(ratio + e^-ratio - 1) = p·ratio + excess
+        term = where(
+            absolute(x.ratio) < 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess
+        )
+        return Element(term, mass_times(x.p, x.ratio), x.excess)
+    term = mass_times(x.p, x.ratio)
+    return Element(term, term + x.p, -x.p)
+
+
+def reverse_kl(x: Pair) -> Element:
+    """Σ q log(q/p)"""
+    swapped = kl(Pair(x.q, x.p, -x.ratio, -x.excess, x.centred))
+    return Element(swapped.term, swapped.d_log_q, swapped.d_log_p)
+
+
+def jeffreys(x: Pair) -> Element:
+    """Σ (p - q) log(p/q)"""
+    return Element(
+        -x.excess * x.ratio,
+        mass_times(x.p, x.ratio) - x.excess,
+        x.excess - mass_times(x.q, x.ratio),
+    )
+
+
+def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
+    """w Σ p log(p/m) + (1-w) Σ q log(q/m), m = w·p + (1-w)·q"""
+    other = 1.0 - weight
+    mixture = weight * x.p + other * x.q
+    relative = ratio_or_zero(-x.excess, mixture)  # (p - q) / m
+    p_over = at_least(other * relative, -1.0)  # p/m - 1
+    q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
+    return Element(
+        mixture * (weight * bregman(p_over) + other * bregman(q_over)),
+        weight * mass_times(x.p, log1p(p_over)),
+        other * mass_times(x.q, log1p(q_over)),
+    )
+
+
+def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
+    """Σ p log(p/m), m = a·p + (1-a)·q"""
+    other = 1.0 - alpha
+    mixture = alpha * x.p + other * x.q
+    excess = other * x.excess  # m - p
+    p_over = at_least(-ratio_or_zero(excess, mixture), -1.0)  # p/m - 1
+    share = alpha * ratio_or_zero(x.p, mixture)  # of p in m
+    plain = mass_times(x.p, log1p(p_over))
+    if x.centred:
+        return Element(
+            mixture * bregman(p_over), plain + excess * share, excess * (1.0 - share)
+        )
+    return Element(plain, plain + x.p * (1.0 - share), -(x.p * (1.0 - share)))
+
+
+def total_variation(x: Pair) -> Element:
+    """½ Σ |p - q|; the gradient at ties is 0"""
+    half_sign = where(x.excess < 0.0, 0.5, where(0.0 < x.excess, -0.5, 0.0))  # of p - q
+    return Element(0.5 * absolute(x.excess), half_sign * x.p, -(half_sign * x.q))
+
+
+def hellinger(x: Pair) -> Element:
+    """½ Σ (√p - √q)²"""
+    root_p, root_q = sqrt(x.p), sqrt(x.q)
+    difference = ratio_or_zero(x.excess, root_p + root_q)  # √q - √p
+    return Element(
+        0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference
+    )
+
+
+def chi2(x: Pair) -> Element:
+    """Σ (p - q)²/q"""
+    relative = ratio_or_zero(x.excess, x.q)
+    return Element(
+        x.excess * relative,
+        -(2.0 * mass_times(x.p, relative)),
+        2.0 * x.excess - x.excess * relative,
+    )
+
+
+def alpha(x: Pair, alpha: Value = 0.5) -> Element:
+    """(1 - Σ p^a q^(1-a)) / (a(1-a)), Amari's"""
+    other = 1.0 - alpha
+    if x.centred:
+        shortfall = alpha_shortfall(x, alpha)
+        scale = 1.0 / (alpha * other)
+        return Element(
+            scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q
+        )
+    term = -(overlap(x, alpha) / (alpha * other))
+    constant = 1.0 / (alpha * other)
+    return Element(
+        term, alpha * term, other * term, lambda total: Finish(constant + total, 1.0)
+    )
+
+
+def renyi(x: Pair, alpha: Value = 0.5) -> Element:
+    """log(Σ p^a q^(1-a)) / (a-1)"""
+    other = 1.0 - alpha
+    if x.centred:
+        shortfall = alpha_shortfall(x, alpha)
+        return Element(
+            *shortfall[:3],
+            lambda total: Finish(-log1p(-total) / other, 1.0 / (other * (1.0 - total))),
+        )
+    term = overlap(x, alpha)
+    return Element(
+        term,
+        alpha * term,
+        other * term,
+        lambda total: Finish(-log(total) / other, -1.0 / (other * total)),
+    )
+
+
+def overlap(x: Pair, alpha: Value) -> Value:
+    """p^a q^(1-a), from the larger of p and q so that the power of their ratio cannot overflow."""
+    larger = where(x.ratio < 0.0, x.q, x.p)
+    return larger * exp(where(x.ratio < 0.0, alpha, alpha - 1.0) * x.ratio)
+
+
+def alpha_shortfall(x: Pair, alpha: Value) -> Element:
+    """a·p + (1-a)·q - p^a q^(1-a): what the overlap lacks to the weighted mean."""
+    other = 1.0 - alpha
+    near = absolute(x.ratio) < 0.5
+    both = overlap(x, alpha)
+    term = where(
+        near,
+        x.p * (other * gap(x.ratio) - gap(other * x.ratio)),
+        alpha * x.p + other * x.q - both,
+    )
+    d_log_p = where(near, -(x.p * expm1(-(other * x.ratio))), x.p - both)
+    d_log_q = where(near, -(x.q * expm1(alpha * x.ratio)), x.q - both)
+    return Element(term, alpha * d_log_p, other * d_log_q)
+
+
+def at_least(x: Value, bound: float) -> Value:
+    """max(x, bound) that lets NaN through."""
+    return where(x < bound, bound, x)
+
+
+class Divergence(NamedTuple):
+    element: Callable[..., Element]
+    parameters: dict[str, float] = {}  # names and defaults
+    domain: str = ""  # of the parameter, in words, and
+    admits: Callable[[float], bool] = lambda value: True  # as a test
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "kl": Divergence(kl),
+    "reverse_kl": Divergence(reverse_kl),
+    "jeffreys": Divergence(jeffreys),
+    "jensen_shannon": Divergence(
+        jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1
+    ),
+    "skew_kl": Divergence(
+        skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1
+    ),
+    "total_variation": Divergence(total_variation),
+    "hellinger": Divergence(hellinger),
+    "chi2": Divergence(chi2),
+    "alpha": Divergence(alpha, {"alpha": 0.5}, "finite, not 0 and not 1", lambda a: a not in (0, 1)),
+    "renyi": Divergence(
+        renyi, {"alpha": 0.5}, "positive and not 1", lambda a: a > 0 and a != 1
+    ),
+}

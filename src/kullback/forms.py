@@ -1,0 +1,98 @@
+"""How a row encodes a distribution: probs, log_probs or logits, each side on its own.
+
+A form says what mass and log-mass an element has, and how a gradient in log-mass becomes one in the
+element. Only logits need to know the row (its `Norm`); only they are normalised by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kullback.divergences import Pair
+from kullback.formula import (
+    Value,
+    absolute,
+    exp,
+    expm1,
+    log,
+    log_difference,
+    log_quotient,
+    logit_difference,
+    ratio_or_zero,
+    where,
+)
+
+
+class Norm(NamedTuple):
+    """A row of logits, as scale·x: its maximum, the sum of exp(scale·x - top), and their logarithm's sum."""
+
+    scale: Value  # 1 / temperature
+    top: Value
+    inverse_total: Value
+    log_total: Value
+    sum_gradient: Value  # Σ of the row's gradient in log-mass; known once the row has been summed
+
+
+class Form(NamedTuple):
+    """`mass` and `log_mass` of an element; `pull_back(element, mass, gradient in log-mass, norm)`."""
+
+    mass: Callable[[Value, Norm], Value]
+    log_mass: Callable[[Value, Norm], Value]
+    pull_back: Callable[[Value, Value, Value, Norm], Value]
+    tame: tuple[float, float]  # elements in this open interval need no guard against 0 and infinity
+    normalised: bool = False
+
+
+FORMS: dict[str, Form] = {
+    "probs": Form(
+        mass=lambda x, norm: x,
+        log_mass=lambda x, norm: log(x),
+        pull_back=lambda x, mass, gradient, norm: ratio_or_zero(gradient, x),
+        tame=(1e-30, 1e6),  # and the quotient of two is a normal float32
+    ),
+    "log_probs": Form(
+        mass=lambda x, norm: exp(x),
+        log_mass=lambda x, norm: x,
+        pull_back=lambda x, mass, gradient, norm: gradient,
+        tame=(-69.0, 69.0),
+    ),
+    "logits": Form(
+        mass=lambda x, norm: exp(x * norm.scale - norm.top) * norm.inverse_total,
+        log_mass=lambda x, norm: (x * norm.scale - norm.top) - norm.log_total,
+        pull_back=lambda x, mass, gradient, norm: (
+            (gradient - mass * norm.sum_gradient) * norm.scale
+        ),
+        tame=(-1e5, 1e5),
+        normalised=True,
+    ),
+}
+
+
+class Shift(NamedTuple):
+    """log-normaliser of the target less that of the input, as a sum of two numbers."""
+
+    high: Value
+    low: Value
+
+
+def pair(
+    form: str, target_form: str, x: Value, y: Value, norm: Norm, target_norm: Norm, shift: Shift
+) -> Pair:
+    """The element (x of the input, y of the target) as masses."""
+    q = FORMS[form].mass(x, norm)
+    p = FORMS[target_form].mass(y, target_norm)
+    if form == target_form == "probs":
+        return Pair(p, q, log_quotient(p, q), q - p, centred=False)
+    if form == target_form == "logits":
+        ratio = logit_difference(
+            y, target_norm.scale, x, norm.scale, shift.high, shift.low
+        )
+    else:
+        ratio = log_difference(
+            FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm)
+        )
+    # -p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf.
+    excess = where(absolute(ratio) < 0.5, p * expm1(-ratio), q - p)
+    centred = FORMS[form].normalised and FORMS[target_form].normalised
+    return Pair(p, q, ratio, excess, centred)

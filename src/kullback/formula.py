@@ -1,0 +1,301 @@
+"""Arithmetic that means the same on symbols and on tensors.
+
+A divergence is written with the operators below. Called on symbols it builds an expression, which
+`printer` prints as C and `Program.run` evaluates on tensors; called on tensors it computes at once,
+differentiably. The vocabulary is closed: what is not in `TENSOR` cannot be written, printed or run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Symbol:
+    """A node of an expression. Nodes are interned: equal expressions are the same object."""
+
+    __slots__ = ("args", "op")
+
+    def __init__(self, op: str, args: tuple[Any, ...]) -> None:
+        self.op = op
+        self.args = args
+
+    def __add__(self, other: Value) -> Value:
+        return _apply("add", self, other)
+
+    def __radd__(self, other: Value) -> Value:
+        return _apply("add", other, self)
+
+    def __sub__(self, other: Value) -> Value:
+        return _apply("sub", self, other)
+
+    def __rsub__(self, other: Value) -> Value:
+        return _apply("sub", other, self)
+
+    def __mul__(self, other: Value) -> Value:
+        return _apply("mul", self, other)
+
+    def __rmul__(self, other: Value) -> Value:
+        return _apply("mul", other, self)
+
+    def __truediv__(self, other: Value) -> Value:
+        return _apply("div", self, other)
+
+    def __rtruediv__(self, other: Value) -> Value:
+        return _apply("div", other, self)
+
+    def __neg__(self) -> Value:
+        return _apply("neg", self)
+
+    def __lt__(self, other: Value) -> Value:
+        return _apply("lt", self, other)
+
+    def __gt__(self, other: Value) -> Value:
+        return _apply("lt", other, self)
+
+
+Value: TypeAlias = Any  # Symbol | Tensor | float: one formula serves all three
+
+
+@functools.cache
+def _node(op: str, *args: Any) -> Symbol:
+    return Symbol(op, args)
+
+
+def variable(name: str) -> Symbol:
+    """The symbol of that name."""
+    return _node("variable", name)
+
+
+def _apply(op: str, *args: Value) -> Value:
+    if any(isinstance(a, Symbol) for a in args):
+        return _node(op, *(a if isinstance(a, Symbol) else float(a) for a in args))
+    return TENSOR[op](*args)
+
+
+def exp(x: Value) -> Value:
+    return _apply("exp", x)
+
+
+def expm1(x: Value) -> Value:
+    return _apply("expm1", x)
+
+
+def log(x: Value) -> Value:
+    return _apply("log", x)
+
+
+def log1p(x: Value) -> Value:
+    return _apply("log1p", x)
+
+
+def sqrt(x: Value) -> Value:
+    return _apply("sqrt", x)
+
+
+def absolute(x: Value) -> Value:
+    return _apply("abs", x)
+
+
+def where(condition: Value, x: Value, y: Value) -> Value:
+    return _apply("where", condition, x, y)
+
+
+def mass_times(mass: Value, x: Value) -> Value:
+    """mass · x, where no mass makes nothing of an infinity: 0 · ±inf = 0. NaN stays NaN."""
+    return _apply("mass_times", mass, x)
+
+
+def ratio_or_zero(x: Value, y: Value) -> Value:
+    """x / y, where 0 / 0 = 0."""
+    return _apply("ratio_or_zero", x, y)
+
+
+def log_quotient(p: Value, q: Value) -> Value:
+    """log(p / q) of two masses; 0 where both are 0, NaN where one is negative. Never over- or underflows."""
+    return _apply("log_quotient", p, q)
+
+
+def log_difference(log_p: Value, log_q: Value) -> Value:
+    """log_p - log_q; 0 where both are the same infinity."""
+    return _apply("log_difference", log_p, log_q)
+
+
+def logit_difference(
+    y: Value, y_scale: Value, x: Value, x_scale: Value, shift: Value, shift_low: Value
+) -> Value:
+    """(y·y_scale - x·x_scale) - (shift + shift_low), the rounding of the first difference kept.
+
+    0 where both logits are -inf. In float32 this is two-difference arithmetic (Knuth), so that
+    nearly equal logits far from zero lose nothing.
+    """
+    return _apply("logit_difference", y, y_scale, x, x_scale, shift, shift_low)
+
+
+def gap(d: Value) -> Value:
+    """d + exp(-d) - 1 >= 0, to full relative accuracy; d**2 / 2 for small d."""
+    return _apply("gap", d)
+
+
+def bregman(z: Value) -> Value:
+    """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
+    return _apply("bregman", z)
+
+
+def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
+    nothing = torch.eq(mass, 0) & torch.isinf(x)
+    return torch.mul(mass, torch.where(nothing, 0.0, x))
+
+
+def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
+    nothing = torch.eq(x, 0) & torch.eq(y, 0)
+    return torch.div(x, torch.where(nothing, 1.0, y))
+
+
+def _log_quotient(p: Tensor, q: Tensor) -> Tensor:
+    tiny = torch.finfo(p.dtype).tiny
+    both_zero = torch.eq(p, 0) & torch.eq(q, 0)
+    quotient = torch.div(p, torch.where(both_zero, 1.0, q))
+    direct = (torch.minimum(p, q) > tiny) & (quotient > tiny) & (quotient < 1 / tiny)
+    # The argument of each branch is kept harmless where the other is taken: autograd would
+    # otherwise multiply its zero by an infinite derivative.
+    near = torch.log(torch.where(direct, quotient, 1.0))
+    safe = direct | both_zero
+    far = torch.log(torch.where(safe, 1.0, p)) - torch.log(torch.where(safe, 1.0, q))
+    return torch.where(direct, near, far)
+
+
+def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:
+    same = torch.eq(log_p, log_q) & torch.isinf(log_p)
+    return torch.where(same, 0.0, log_p) - torch.where(same, 0.0, log_q)
+
+
+def _logit_difference(
+    y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, shift: Tensor, shift_low: Tensor
+) -> Tensor:
+    # The tensor path holds logits in float64, where the plain difference is exact enough.
+    nothing = torch.eq(y, -math.inf) & torch.eq(x, -math.inf)
+    return _log_difference(y * y_scale, x * x_scale) - torch.where(
+        nothing, 0.0, shift + shift_low
+    )
+
+
+def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    result = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        result = torch.add(torch.mul(result, x), coefficient)
+    return result
+
+
+_GAP_SERIES = [(-1.0) ** k / math.factorial(k) for k in range(2, 18)]
+
+
+def _gap(d: Tensor) -> Tensor:
+    small = torch.abs(d) < 0.5
+    near = torch.where(small, d, 0.0)
+    far = torch.where(small, 1.0, d)
+    return torch.where(small, near * near * _polynomial(near, _GAP_SERIES), far + torch.expm1(-far))
+
+
+_ATANH_SERIES = [2.0 / k for k in range(3, 33, 2)]
+
+
+def _bregman(z: Tensor) -> Tensor:
+    small = torch.abs(z) < 0.375
+    near = torch.where(small, z, 0.0)
+    s = near / (2.0 + near)
+    tail = s * s * s * _polynomial(s * s, _ATANH_SERIES)  # log1p(z) - 2s, with s = z / (2 + z)
+    series = (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
+    far = torch.where(small | torch.eq(z, -1.0), 1.0, z)
+    direct = torch.where(torch.eq(z, -1.0), 1.0, (1.0 + far) * torch.log1p(far) - far)
+    return torch.where(small, series, direct)
+
+
+TENSOR: Mapping[str, Callable[..., Any]] = {
+    "add": torch.add,
+    "sub": lambda x, y: x - y,
+    "mul": torch.mul,
+    "div": lambda x, y: x / y,
+    "neg": torch.neg,
+    "lt": lambda x, y: x < y,
+    "abs": torch.abs,
+    "where": torch.where,
+    "exp": torch.exp,
+    "expm1": torch.expm1,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "mass_times": _mass_times,
+    "ratio_or_zero": _ratio_or_zero,
+    "log_quotient": _log_quotient,
+    "log_difference": _log_difference,
+    "logit_difference": _logit_difference,
+    "gap": _gap,
+    "bregman": _bregman,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation: its operands are numbers, variable names or indices of earlier steps."""
+
+    op: str
+    operands: tuple[float | str | int, ...]
+    last_use: tuple[int, ...]  # steps whose value nobody needs after this one
+
+
+class Program:
+    """Named outputs of an expression in evaluation order; only what the outputs need is kept."""
+
+    def __init__(self, outputs: Mapping[str, Value]) -> None:
+        order: dict[Symbol, int] = {}
+        steps: list[tuple[str, tuple[float | str | int, ...]]] = []
+
+        def visit(node: Symbol) -> int | str:
+            if node.op == "variable":
+                return str(node.args[0])
+            if node not in order:
+                operands = tuple(visit(a) if isinstance(a, Symbol) else a for a in node.args)
+                order[node] = len(steps)
+                steps.append((node.op, operands))
+            return order[node]
+
+        self.outputs: dict[str, float | str | int] = {
+            name: visit(value) if isinstance(value, Symbol) else float(value)
+            for name, value in outputs.items()
+        }
+        kept = {index for index in self.outputs.values() if isinstance(index, int)}
+        last: dict[int, int] = {}
+        for index, (_, operands) in enumerate(steps):
+            for operand in operands:
+                if isinstance(operand, int) and operand not in kept:
+                    last[operand] = index
+        self.steps = [
+            Step(op, operands, tuple(i for i, end in last.items() if end == index))
+            for index, (op, operands) in enumerate(steps)
+        ]
+
+    def run(
+        self,
+        variables: Mapping[str, Value],
+        operations: Mapping[str, Callable[..., Any]] = TENSOR,
+    ) -> dict[str, Value]:
+        """Evaluate on tensors. `operations` may hold cheaper ones, where the data allow them."""
+        values: list[Value] = []
+
+        def look_up(operand: float | str | int) -> Value:
+            if isinstance(operand, str):
+                return variables[operand]
+            return values[operand] if isinstance(operand, int) else operand
+
+        for step in self.steps:
+            values.append(operations[step.op](*map(look_up, step.operands)))
+            for index in step.last_use:
+                values[index] = None
+        return {name: look_up(operand) for name, operand in self.outputs.items()}

@@ -1,0 +1,325 @@
+"""User functions: contracts, argument order, reductions, row weights. What is wrong is said here, once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from kullback import ops
+from kullback.divergences import DIVERGENCES
+from kullback.forms import FORMS
+from kullback.rows import Problem
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
+ROW_REDUCTIONS = ("none", "mean", "sum")
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    log_target: bool = False,
+    *,
+    form: str = "log_probs",
+) -> Tensor:
+    """Drop-in for :func:`torch.nn.functional.kl_div`: Σ target · (log target - input), in nats.
+
+    Same argument order, reductions, broadcasting, dtypes and results, for normalised and unnormalised
+    input alike, except that 0 · log 0 is 0 in value and gradients where torch has NaN.
+    `form="probs"` takes probabilities: ``kl_div(p, t, form="probs") == F.kl_div(torch.log(p), t)``.
+
+    Args:
+        input: log-probabilities of the model (probabilities with `form="probs"`), any shape.
+        target: probabilities of the reference (their logarithms with `log_target=True`).
+        reduction: "none" (elementwise), "mean" (over elements), "sum" or "batchmean" (sum divided by
+            the size of the first dimension, as torch has it).
+        log_target: whether `target` holds log-probabilities.
+        form: "log_probs" or "probs": what `input` holds.
+
+    Returns:
+        0-d, or the broadcast shape for "none"; the promoted dtype of both inputs (float32 under autocast).
+
+    Raises:
+        TypeError: an input that is no tensor, or of integer, bool or complex dtype.
+        ValueError: unknown reduction or form; shapes that do not broadcast; devices that differ.
+
+    Source: Kullback and Leibler, On information and sufficiency, 1951.
+
+    >>> import torch, kullback
+    >>> q = torch.tensor([[0.5, 0.25, 0.25]])
+    >>> p = torch.tensor([[0.5, 0.5, 0.0]])
+    >>> kullback.kl_div(q.log(), p, reduction="batchmean")
+    tensor(0.3466)
+    """
+    _check_pair(input, target)
+    _check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
+    _check_name("form", form, ("log_probs", "probs"))
+    if input.shape != target.shape:
+        try:
+            input, target = torch.broadcast_tensors(input, target)
+        except RuntimeError:
+            raise ValueError(
+                "input and target must have shapes that broadcast; "
+                f"got {_shape(input)} and {_shape(target)}"
+            ) from None
+    dtype = torch.promote_types(input.dtype, target.dtype)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.float32
+    problem = _problem("kl", form, "log_probs" if log_target else "probs", 1.0, 1.0)
+    if reduction == "none":
+        return ops.per_row(input.unsqueeze(-1), target.unsqueeze(-1), None, problem, dtype)
+    count = {
+        "sum": 1,
+        "mean": input.numel(),
+        "batchmean": input.size(0) if input.dim() else 1,
+    }[reduction]
+    if input.dim() == 0:
+        input, target = input.unsqueeze(0), target.unsqueeze(0)
+    scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
+    return ops.total(input, target, None, scale, problem, dtype)
+
+
+def divergence(
+    input: Tensor,
+    target: Tensor,
+    kind: str = "kl",
+    *,
+    form: str = "logits",
+    target_form: str | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    row_weight: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    **params: float,
+) -> Tensor:
+    """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
+
+    ============== ==========================================================  ===========
+    kind           definition, p = target, q = input                           parameter
+    ============== ==========================================================  ===========
+    kl             Σ p log(p/q)
+    reverse_kl     Σ q log(q/p)
+    jeffreys       kl + reverse_kl
+    jensen_shannon w·KL(p‖m) + (1-w)·KL(q‖m), m = w·p + (1-w)·q                weight=0.5
+    skew_kl        KL(p ‖ a·p + (1-a)·q)                                       alpha=0.1
+    total_variation ½ Σ abs(p - q)
+    hellinger      ½ Σ (√p - √q)²
+    chi2           Σ (p - q)²/q
+    alpha          (1 - Σ p^a q^(1-a)) / (a(1-a)), Amari's                     alpha=0.5
+    renyi          log(Σ p^a q^(1-a)) / (a-1)                                  alpha=0.5
+    ============== ==========================================================  ===========
+
+    Probabilities and log-probabilities are taken as they are, normalised or not; logits by their softmax.
+    0 · log 0 is 0 in value and gradients; p > 0 where q = 0 makes kl +inf; NaN stays in its row.
+
+    Args:
+        input: the model's (student's) logits, log_probs or probs, `[..., vocab]`, floating point.
+        target: the reference's (teacher's), of the same shape; dtypes may differ.
+        kind: a name of the table.
+        form: "logits", "log_probs" or "probs": what `input` holds.
+        target_form: the same of `target`; by default that of `input`.
+        temperature: divides the input's logits; positive. No factor T² is applied: multiply the loss by
+            T**2 to keep gradients' size, as Hinton et al. do.
+        target_temperature: the same of the target; by default that of the input.
+        row_weight: float or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
+            cannot reach the value or a gradient.
+        reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
+            Σ weight, or by `normalizer`.
+        normalizer: positive number or 0-d tensor (never read on the host) for "mean".
+        **params: the kind's parameter.
+
+    Returns:
+        `input.shape[:-1]` for "none", else 0-d; float32 for 16-bit inputs, else the promoted dtype. Where
+        there are no rows, or no weight, sum and mean are 0 with zero gradients.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype (integer, bool, complex).
+        ValueError: shapes or devices that differ; an unknown kind, form, reduction or parameter; a
+            temperature, normalizer or parameter out of its range.
+
+    Sources: docs/mathematics.md.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    >>> kullback.divergence(student, teacher)
+    tensor(0.2952)
+    >>> kullback.divergence(student, teacher, "jensen_shannon", weight=0.5, reduction="none")
+    tensor([0.0684])
+    """
+    _check_pair(input, target)
+    _check_name("kind", kind, DIVERGENCES)
+    _check_name("reduction", reduction, ROW_REDUCTIONS)
+    _check_name("form", form, FORMS)
+    target_form = form if target_form is None else target_form
+    _check_name("target_form", target_form, FORMS)
+    if input.shape != target.shape or input.dim() == 0:
+        raise ValueError(
+            "input and target must have the same shape [..., vocab]; "
+            f"got {_shape(input)} and {_shape(target)}"
+        )
+    target_temperature = temperature if target_temperature is None else target_temperature
+    temperatures = (
+        _temperature("temperature", temperature, form, target_form),
+        _temperature("target_temperature", target_temperature, target_form, form),
+    )
+    problem = _problem(kind, form, target_form, *temperatures, **params)
+    dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
+    weight = None if row_weight is None else _row_weight(row_weight, input)
+    return _reduce(input, target, weight, reduction, normalizer, problem, dtype)
+
+
+def _reduce(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    normalizer: float | Tensor | None,
+    problem: Problem,
+    dtype: torch.dtype,
+) -> Tensor:
+    if normalizer is not None:
+        _check_normalizer(normalizer, reduction, input)
+    if weight is not None and weight.requires_grad:
+        # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
+        losses = ops.per_row(input, target, (weight.detach() != 0).to(weight.dtype), problem, dtype)
+        losses = (losses * weight).to(dtype)
+        if reduction == "none":
+            return losses
+        divisor = weight.sum() if normalizer is None else normalizer
+        return losses.sum() if reduction == "sum" else losses.sum() / _nonzero(divisor)
+    if reduction == "none":
+        return ops.per_row(input, target, weight, problem, dtype)
+    if reduction == "sum":
+        return ops.total(input, target, weight, 1.0, problem, dtype)
+    if isinstance(normalizer, Tensor):
+        loss = ops.total(input, target, weight, 1.0, problem, dtype) if normalizer.requires_grad else None
+        if loss is not None:
+            return (loss / _nonzero(normalizer)).to(dtype)
+        inverse = 1 / _nonzero(normalizer.detach().to(ops.accumulator(input)))
+        weight = inverse if weight is None else weight * inverse
+        return ops.total(input, target, weight, 1.0, problem, dtype)
+    if normalizer is not None:
+        return ops.total(input, target, weight, 1 / normalizer, problem, dtype)
+    if weight is not None:
+        return ops.total(input, target, weight / _nonzero(weight.sum()), 1.0, problem, dtype)
+    rows = math.prod(input.shape[:-1])
+    return ops.total(input, target, None, 1 / max(rows, 1), problem, dtype)
+
+
+def _nonzero(divisor: float | Tensor) -> float | Tensor:
+    """The divisor, or 1 for 0: with no weight at all the loss is 0, not NaN."""
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+    return divisor
+
+
+def _problem(
+    kind: str,
+    form: str,
+    target_form: str,
+    temperature: float,
+    target_temperature: float,
+    **params: float,
+) -> Problem:
+    spec = DIVERGENCES[kind]
+    values = dict(spec.parameters)
+    for name, value in params.items():
+        if name not in values:
+            known = ", ".join(values) or "none"
+            raise ValueError(
+                f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}"
+            )
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+        if not (-math.inf < value < math.inf and spec.admits(value)):
+            raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
+        values[name] = float(value)
+    return Problem(kind, form, target_form, (temperature, target_temperature, *values.values()))
+
+
+def _temperature(name: str, value: float, form: str, other_form: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value}")
+    if form != "logits":
+        if value != 1 and other_form != "logits":
+            raise ValueError(
+                f"{name} divides logits, and form {form!r} holds none; got {value}"
+            )
+        return 1.0
+    return float(value)
+
+
+def _row_weight(weight: Tensor, input: Tensor) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
+    if weight.dtype not in FLOATS and weight.dtype != torch.bool:
+        raise TypeError(f"row_weight must be of float or bool dtype; got {weight.dtype}")
+    if weight.shape != input.shape[:-1]:
+        raise ValueError(
+            f"row_weight must have the rows' shape {_shape(input, -1)}; got {_shape(weight)}"
+        )
+    if weight.device != input.device:
+        raise ValueError(
+            f"row_weight must be on the input's device {input.device}; got {weight.device}"
+        )
+    return weight.to(ops.accumulator(input))
+
+
+def _check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor) -> None:
+    if reduction != "mean":
+        raise ValueError(f'normalizer goes with reduction "mean"; got reduction {reduction!r}')
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0:
+            raise ValueError(f"normalizer must be a number or 0-d; got shape {_shape(normalizer)}")
+        if normalizer.device not in (input.device, torch.device("cpu")):
+            raise ValueError(
+                f"normalizer must be on the input's device {input.device}; got {normalizer.device}"
+            )
+    elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+        raise TypeError(f"normalizer must be a number or a 0-d tensor; got {type(normalizer).__name__}")
+    elif not 0 < normalizer < math.inf:
+        raise ValueError(f"normalizer must be positive and finite; got {normalizer}")
+
+
+def _check_pair(input: Tensor, target: Tensor) -> None:
+    for name, tensor in (("input", input), ("target", target)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}"
+            )
+    if input.device != target.device:
+        raise ValueError(
+            f"input and target must be on one device; got {input.device} and {target.device}"
+        )
+
+
+def _check_name(argument: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        _unknown(argument, name, known)
+
+
+def _unknown(argument: str, name: object, known: Iterable[str]) -> NoReturn:
+    names = tuple(known)
+    raise ValueError(
+        f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}"
+    )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, tuple(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _shape(tensor: Tensor, drop: int | None = None) -> str:
+    return str(list(tensor.shape[:drop]))

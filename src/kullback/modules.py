@@ -1,0 +1,67 @@
+"""nn.Module faces of the functions: options at construction, tensors at call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from kullback import functional
+
+
+class KLDivLoss(nn.Module):
+    """Drop-in for :class:`torch.nn.KLDivLoss`; see :func:`kullback.kl_div`.
+
+    >>> import torch, kullback
+    >>> loss = kullback.KLDivLoss(reduction="batchmean", form="probs")
+    >>> loss(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
+    tensor(0.6931)
+    """
+
+    def __init__(
+        self, reduction: str = "mean", log_target: bool = False, *, form: str = "log_probs"
+    ) -> None:
+        super().__init__()
+        self.reduction = reduction
+        self.log_target = log_target
+        self.form = form
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.kl_div(
+            input, target, self.reduction, self.log_target, form=self.form
+        )
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, log_target={self.log_target}, form={self.form!r}"
+
+
+class DivergenceLoss(nn.Module):
+    """:func:`kullback.divergence` with its options held; `row_weight` and `normalizer` come with a call.
+
+    >>> import torch, kullback
+    >>> loss = kullback.DivergenceLoss("total_variation", form="probs")
+    >>> loss(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
+    tensor(0.5000)
+    """
+
+    def __init__(self, kind: str = "kl", **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.options = options
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        row_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Tensor:
+        return functional.divergence(
+            input, target, self.kind, row_weight=row_weight, normalizer=normalizer, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            [repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())]
+        )

@@ -1,0 +1,147 @@
+"""The problem, the two mergeable row states, and the element that every path evaluates.
+
+    norms = normalize(x), normalize(y)      LogSumExp a side, only for logits
+    sums  = accumulate(x, y, norms)         Σ term, Σ ∂log p, Σ ∂log q
+    grads = gradient(x, y, norms, sums, g)
+
+Both states are monoids: a row may be split over threads, blocks, chunks or ranks, and merged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.divergences import DIVERGENCES, Element, Finish
+from kullback.formula import Program, Value, variable
+from kullback.forms import FORMS, Norm, Shift, pair
+
+ROW_VARIABLES = (
+    *(f"{side}_{field}" for side in ("input", "target") for field in Norm._fields),
+    "shift_high",
+    "shift_low",
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Which divergence of which forms. Numbers that vary at run time are in `numbers`, never in code."""
+
+    kind: str
+    form: str
+    target_form: str
+    numbers: tuple[float, ...] = (1.0, 1.0)  # temperature, target_temperature, *parameters
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        return self.numbers[0], self.numbers[1]
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        return dict(zip(DIVERGENCES[self.kind].parameters, self.numbers[2:], strict=True))
+
+    @property
+    def needs_norms(self) -> bool:
+        return "logits" in (self.form, self.target_form)
+
+    @property
+    def formula(self) -> Formula:
+        return formula(self.kind, self.form, self.target_form)
+
+    def program(self, *outputs: str) -> Program:
+        """What computes these outputs of an element, and nothing else."""
+        return _program(self.kind, self.form, self.target_form, outputs)
+
+
+class Formula(NamedTuple):
+    """What a row element and a row sum become, over named variables."""
+
+    element: dict[str, Value]  # term, d_log_p, d_log_q; pulled back to the elements: input, target
+    finish: Program  # of total: loss, slope
+    finish_is_linear: bool  # slope 1: a gradient can be written before the row's sum is known
+    finish_is_identity: bool
+
+
+@functools.cache
+def _program(kind: str, form: str, target_form: str, outputs: tuple[str, ...]) -> Program:
+    element = formula(kind, form, target_form).element
+    return Program({name: element[name] for name in outputs})
+
+
+@functools.cache
+def formula(kind: str, form: str, target_form: str) -> Formula:
+    """Trace the divergence once for a pair of forms."""
+    x, y, total = variable("x"), variable("y"), variable("total")
+    norm, target_norm = (
+        Norm(*(variable(f"{side}_{field}") for field in Norm._fields))
+        for side in ("input", "target")
+    )
+    shift = Shift(variable("shift_high"), variable("shift_low"))
+    masses = pair(form, target_form, x, y, norm, target_norm, shift)
+    divergence = DIVERGENCES[kind]
+    element: Element = divergence.element(
+        masses, **{name: variable(name) for name in divergence.parameters}
+    )
+    finish: Finish = element.finish(total)
+    return Formula(
+        {
+            "term": element.term,
+            "d_log_p": element.d_log_p,
+            "d_log_q": element.d_log_q,
+            "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, norm),
+            "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
+        },
+        Program(finish._asdict()),
+        finish.slope == 1.0,
+        finish.loss is total,
+    )
+
+
+class LogSumExp(NamedTuple):
+    """log Σ exp of part of a row, as (maximum, Σ exp(x - maximum)). Identity: (-inf, 0)."""
+
+    top: Tensor
+    total: Tensor
+
+    def merge(self, other: LogSumExp) -> LogSumExp:
+        top = torch.maximum(self.top, other.top)
+        # Two empty parts: (-inf) - (-inf) would be NaN where nothing is to be rescaled.
+        ours = torch.where(self.top == top, 1.0, torch.exp(self.top - top))
+        theirs = torch.where(other.top == top, 1.0, torch.exp(other.top - top))
+        return LogSumExp(top, self.total * ours + other.total * theirs)
+
+
+class Sums(NamedTuple):
+    """Sums over part of a row. Identity: zeros."""
+
+    term: Tensor
+    d_log_p: Tensor
+    d_log_q: Tensor
+
+    def merge(self, other: Sums) -> Sums:
+        return Sums(*(ours + theirs for ours, theirs in zip(self, other, strict=True)))
+
+
+class State(NamedTuple):
+    """All that a row's gradient needs beside the row: both norms and the sums. float64, [rows] each."""
+
+    input_norm: LogSumExp
+    target_norm: LogSumExp
+    sums: Sums
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> State:
+        return cls(LogSumExp(*packed[0:2]), LogSumExp(*packed[2:4]), Sums(*packed[4:7]))
+
+
+STATE_FIELDS = 7
+
+
+def documentation(kind: str) -> str:
+    """The definition, from the divergence's docstring."""
+    return inspect.getdoc(DIVERGENCES[kind].element) or kind
