@@ -1,20 +1,12 @@
 /* Functions of the formula's vocabulary that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE,
-   INLINE, k_abs, k_exp, k_expm1, k_log, k_log1p, k_fma. Every selection is a conditional between
+   INLINE, K_INFINITY, K_UNROLL, k_abs, k_exp, k_expm1, k_log, k_log1p, k_fma. Every selection is a conditional between
    values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
    Taylor (double); docs/numerics.md says how they were made. */
-
-#define K_INFINITY ((real)__builtin_inff())
 
 INLINE real k_mass_times(real mass, real x)
 {
     const int nothing = (mass == 0) & (k_abs(x) == K_INFINITY);
     return mass * (nothing ? (real)0 : x);
-}
-
-INLINE real k_ratio_or_zero(real x, real y)
-{
-    const int nothing = (x == 0) & (y == 0);
-    return x / (nothing ? (real)1 : y);
 }
 
 INLINE real k_log_difference(real log_p, real log_q)

@@ -8,6 +8,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define K_UNROLL
+#define K_INFINITY ((real)INFINITY)
 
 #if REAL_IS_DOUBLE
 typedef double real;
@@ -174,4 +175,10 @@ INLINE real k_expm1(real x)
 {
     const real near = exp_series(x) * (x * x) + x, far = k_exp(x) - 1;
     return k_abs(x) < (real)0.3466 ? near : far;
+}
+
+INLINE real k_ratio_or_zero(real x, real y)
+{
+    const int nothing = (x == 0) & (y == 0);
+    return x / (nothing ? (real)1 : y);
 }

@@ -3,6 +3,7 @@
 
 #define INLINE __device__ __forceinline__
 #define K_UNROLL _Pragma("unroll")
+#define K_INFINITY ((real)__int_as_float(0x7f800000))
 
 #if REAL_IS_DOUBLE
 typedef double real;
@@ -57,4 +58,11 @@ INLINE real k_log_quotient(real p, real q)
 #else
     return logf(p) - logf(q);
 #endif
+}
+
+INLINE real k_ratio_or_zero(real x, real y)
+{
+    if (k_abs(y) >= SMALLEST_NORMAL && k_abs(y) < (real)1e30)
+        return k_divide(x, y);
+    return x == 0 && y == 0 ? (real)0 : x / y;
 }

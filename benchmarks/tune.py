@@ -1,0 +1,111 @@
+"""Time the row kernel over launch shapes, to choose the constants of `plan.py`. Needs a GPU.
+
+    python benchmarks/tune.py [--n 16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+
+import torch
+
+from kullback.backends import cuda
+from kullback.backends.build import BuildError
+from kullback.backends.cuda import plan
+from kullback.divergences import DIVERGENCES
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def milliseconds(run, repeats: int = 20) -> float:
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def ceiling(x: torch.Tensor, y: torch.Tensor) -> dict[tuple[int, int], float]:
+    """Terabytes a second of the read-only kernel, by unroll and blocks a multiprocessor."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    count = x.numel() * x.itemsize // 16
+    result = {}
+    for unroll in (1, 2, 4):
+        text = f"#define THREADS 256\n#define UNROLL {unroll}\n" + cuda._text("ceiling.cuh")
+        launcher = cuda.Launcher(text, "kullback_ceiling", 0)
+        for per in (4, 8):
+            blocks = min(launcher.blocks, per * 132)
+            time = milliseconds(
+                lambda: launcher(blocks, x.data_ptr(), y.data_ptr(), out.data_ptr(), count)
+            )
+            result[unroll, per] = 2 * x.numel() * x.itemsize / time / 1e9
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n", type=int, default=16384)
+    n = parser.parse_args().n
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for name, dtype in DTYPES.items():
+        x, y = (torch.rand(n, n, device="cuda").softmax(-1).to(dtype) for _ in range(2))
+        gradient = torch.empty_like(x)
+        result = torch.empty((), dtype=torch.float32, device="cuda")
+        truth = {}
+        for kind in DIVERGENCES:
+            if name == "bf16" and kind != "kl":
+                continue
+            for form, want in itertools.product(("probs", "log_probs"), ((False, False), (True, False))):
+                if kind != "kl" and (form != "probs" or any(want)):
+                    continue
+                a, b = (x.log(), y.log()) if form == "log_probs" else (x, y)
+                row = []
+                for unroll, blocks in itertools.product((1, 2, 4), (8, 6, 5, 4, 3)):
+                    shape = plan.Shape(True, 256, 16 // dtype.itemsize, unroll, blocks)
+                    variant = cuda.Variant(
+                        kind, form, form, dtype, dtype, torch.float64, torch.float32, True, want, shape
+                    )
+                    try:
+                        launcher = cuda.Launcher(cuda.source(variant), "kullback_rows", 0)
+                    except BuildError:
+                        continue
+                    workspace = torch.zeros(launcher.blocks + 1, dtype=torch.float64, device="cuda")
+                    run = lambda: launcher(  # noqa: E731
+                        1 << 30,
+                        a.data_ptr(),
+                        b.data_ptr(),
+                        gradient.data_ptr() if want[0] else 0,
+                        0,
+                        0,
+                        0,
+                        result.data_ptr(),
+                        workspace.data_ptr(),
+                        workspace.data_ptr() + 8 * launcher.blocks,
+                        1,
+                        n * n,
+                        n * n,
+                        n * n,
+                        1 / n,
+                        next(iter(DIVERGENCES[kind].parameters.values()), 0.0),
+                    )
+                    time = milliseconds(run, 10)
+                    truth.setdefault((kind, form, want), result.item())
+                    row.append((time, f"u{unroll} b{blocks}: {time:.3f} ({launcher.blocks // 132})"))
+                print(name, kind, form, "grad" if want[0] else "fwd", *(t for _, t in sorted(row)[:6]), sep="  ")
+        print(name, "ceiling TB/s", {k: round(v, 3) for k, v in ceiling(x, y).items()})
+        print(name, {f"{k[0]} {k[1]}": f"{v:.6g}" for k, v in truth.items()})
+
+
+if __name__ == "__main__":
+    main()
