@@ -21,12 +21,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def milliseconds(run, repeats: int = 20) -> float:
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    """Median of single runs. The inputs are many times the L2 cache: a run finds nothing of the last one there."""
     for _ in range(3):
         run()
     times = []
     for _ in range(repeats):
-        flush.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -64,14 +63,14 @@ def main() -> None:
         result = torch.empty((), dtype=torch.float32, device="cuda")
         truth = {}
         for kind in DIVERGENCES:
-            if name == "bf16" and kind != "kl":
+            if name == "bf16" and kind not in ("kl", "jensen_shannon"):
                 continue
             for form, want in itertools.product(("probs", "log_probs"), ((False, False), (True, False))):
                 if kind != "kl" and (form != "probs" or any(want)):
                     continue
                 a, b = (x.log(), y.log()) if form == "log_probs" else (x, y)
                 row = []
-                for unroll, blocks in itertools.product((1, 2, 4), (8, 6, 5, 4, 3)):
+                for unroll, blocks in itertools.product((1, 2, 4), (6, 4, 3, 2)):
                     shape = plan.Shape(True, 256, 16 // dtype.itemsize, unroll, blocks)
                     variant = cuda.Variant(
                         kind, form, form, dtype, dtype, torch.float64, torch.float32, True, want, shape

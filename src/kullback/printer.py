@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kullback.divergences import DIVERGENCES
 from kullback.formula import Program
+from kullback.forms import FORMS
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -40,6 +41,15 @@ INLINE Finish finish(double total, Parameters parameters)
     return result;
 }}
 """
+
+
+def tame_ranges(form: str, target_form: str) -> dict[str, str]:
+    """Macros: the range of the input's elements (X) and the target's (Y) that need no guards."""
+    return {
+        f"{name}_{bound}": f"((real){value!r})"
+        for name, side in (("X", form), ("Y", target_form))
+        for bound, value in zip(("LOW", "HIGH"), FORMS[side].tame, strict=True)
+    }
 
 
 def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:

@@ -1,5 +1,6 @@
 /* Functions of the formula's vocabulary that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE,
-   INLINE, K_INFINITY, K_UNROLL, k_abs, k_exp, k_expm1, k_log, k_log1p, k_fma. Every selection is a conditional between
+   SMALLEST_NORMAL, INLINE, K_INFINITY, K_UNROLL, to_bits (unsigned), k_abs, k_exp, k_expm1, k_log, k_log1p,
+   k_fma. Every selection is a conditional between
    values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
    Taylor (double); docs/numerics.md says how they were made. */
 
@@ -53,11 +54,10 @@ INLINE real k_gap(real d)
     return k_abs(d) < (real)0.5 ? near : far;
 }
 
-/* The caller brings log(1 + z), which may be anything where 1 + z = 0. */
+/* The caller brings log(1 + z), or any finite number where 1 + z = 0. */
 INLINE real bregman_of(real z, real logarithm)
 {
-    const real one_more = z + 1;
-    const real far = (one_more == 0 ? (real)0 : one_more * logarithm) - z;
+    const real far = (z + 1) * logarithm - z;
 #if REAL_IS_DOUBLE
     /* s = z / (2 + z): (1 + z)·log1p(z) - z = (2s² + (1 + s)·(log1p(z) - 2s)) / (1 - s) */
     const real s = z / (2 + z), w = s * s;
@@ -79,5 +79,33 @@ INLINE real bregman_of(real z, real logarithm)
 
 INLINE real k_bregman(real z)
 {
-    return bregman_of(z, k_log(z + 1));
+    return bregman_of(z, z + 1 == 0 ? (real)0 : k_log(z + 1));
 }
+
+/* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
+   infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
+   tame_log of a normal positive number, tame_ratio_or_zero. Kernels try this first and look at the range of
+   what they read; where it was not tame they compute again. */
+
+#define tame_abs k_abs
+#define tame_sqrt k_sqrt
+#define tame_exp k_exp
+#define tame_expm1 k_expm1
+#define tame_log1p k_log1p
+#define tame_gap k_gap
+#define tame_logit_difference k_logit_difference
+
+INLINE real tame_mass_times(real mass, real x) { return mass * x; }
+INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
+INLINE real tame_log_quotient(real p, real q) { return tame_log(tame_ratio_or_zero(p, q)); }
+
+INLINE real tame_bregman(real z)
+{
+    const real one_more = z + 1; /* 0 where z was rounded to -1 */
+    return bregman_of(z, tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
+}
+
+/* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of
+   floats are ordered, and those of NaN and of negative numbers lie above all positive ones'. A range about
+   zero (low < 0, high = -low) is one of magnitudes. */
+#define WILDNESS(x, low) (to_bits((low) > 0 ? (x) : k_abs(x)) - to_bits((low) > 0 ? (low) : (real)0))

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kullback.backends import build
 from kullback.backends.build import BuildError
-from kullback.forms import FORMS
-from kullback.printer import print_functor
+from kullback.printer import print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Problem
 
 HERE = Path(__file__).parent
@@ -158,11 +157,7 @@ def source(variant: Variant) -> str:
         "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
-        **{
-            f"{name}_{bound}": f"((real){value!r})"
-            for name, form in (("X", variant.form), ("Y", variant.target_form))
-            for bound, value in zip(("LOW", "HIGH"), FORMS[form].tame, strict=True)
-        },
+        **tame_ranges(variant.form, variant.target_form),
         "INPUT_IS_LOGITS": int(variant.form == "logits"),
         "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
     }
@@ -171,7 +166,6 @@ def source(variant: Variant) -> str:
             f"#define REAL_IS_DOUBLE {int(double)}",
             (HERE / "math.h").read_text(),
             (HERE.parent / "numerics.h").read_text(),
-            (HERE / "tame.h").read_text(),
             (HERE / "types.h").read_text(),
             *(f"#define {name} {value}" for name, value in values.items()),
             print_functor(problem, ("k_", "tame_")),

@@ -48,9 +48,9 @@ typedef uint32_t ubits;
 #define ROUND_TO_INTEGER 0x1.8p23f
 #endif
 
-INLINE bits to_bits(real x)
+INLINE ubits to_bits(real x)
 {
-    bits result;
+    ubits result;
     memcpy(&result, &x, sizeof x);
     return result;
 }
@@ -90,14 +90,14 @@ INLINE real log_correction(real f)
    variable whose address is taken keeps a loop from vectorising. */
 INLINE bits exponent_bits(real x)
 {
-    return (to_bits(x) - TWO_THIRDS) & ~(((bits)1 << MANTISSA_BITS) - 1);
+    return ((bits)to_bits(x) - TWO_THIRDS) & ~(((bits)1 << MANTISSA_BITS) - 1);
 }
 
 /* log x where x is positive, finite and normal */
 INLINE real tame_log(real x)
 {
     const bits raised = exponent_bits(x);
-    const real exponent = (real)(raised >> MANTISSA_BITS), f = from_bits(to_bits(x) - raised) - 1;
+    const real exponent = (real)(raised >> MANTISSA_BITS), f = from_bits((bits)to_bits(x) - raised) - 1;
     return exponent * LN2_HIGH + (f + (log_correction(f) + exponent * LN2_LOW));
 }
 
@@ -182,3 +182,5 @@ INLINE real k_ratio_or_zero(real x, real y)
     const int nothing = (x == 0) & (y == 0);
     return x / (nothing ? (real)1 : y);
 }
+
+INLINE real tame_ratio_or_zero(real x, real y) { return x / y; }

@@ -89,11 +89,6 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
 }
 #endif
 
-/* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of
-   floats are ordered, and those of NaN and of negative numbers lie above all positive ones'. A range about
-   zero (low < 0 < high = -low) is one of magnitudes. */
-#define WILDNESS(x, low) ((ubits)to_bits((low) > 0 ? (x) : k_abs(x)) - (ubits)to_bits((low) > 0 ? (low) : 0))
-
 /* SPAN elements of one sweep; `element` is the tame or the guarded formula. */
 #define SWEEP_SPAN(element)                                                                       \
     _Pragma("omp simd reduction(+: term, d_log_p, d_log_q) reduction(max: wildest_x, wildest_y)")                   \

@@ -16,7 +16,7 @@ from torch import Tensor
 from kullback.backends import build
 from kullback.backends.build import BuildError
 from kullback.backends.cuda import plan
-from kullback.printer import print_functor
+from kullback.printer import print_functor, tame_ranges
 from kullback.rows import Problem
 
 HERE = Path(__file__).parent
@@ -74,6 +74,7 @@ def source(variant: Variant) -> str:
         "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
+        **tame_ranges(variant.form, variant.target_form),
         **variant.shape.macros,
     }
     return "\n".join(
@@ -83,7 +84,7 @@ def source(variant: Variant) -> str:
             _text("math.cuh"),
             (HERE.parent / "numerics.h").read_text(),
             _text("vector.cuh"),
-            print_functor(problem),
+            print_functor(problem, ("k_", "tame_")),
             _text("fold.cuh"),
             _text("rows.cuh"),
         ]
@@ -110,12 +111,10 @@ def _text(name: str) -> str:
     return (HERE / name).read_text()
 
 
-def compile_cubin(text: str, arch: str, log: Any = None) -> bytes:
-    """Machine code for an architecture such as "sm_90a"; spilled registers are an error. Needs no GPU."""
+def compile_cubin(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:
+    """Machine code for an architecture such as "sm_90a". Needs no GPU."""
     core = importlib.import_module("cuda.core")
-    options = core.ProgramOptions(
-        arch=arch, std="c++17", ptxas_options=["-v", "-warn-spills", "-Werror"]
-    )
+    options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=list(ptxas) or None)
     program = core.Program(text, "c++", options)
     try:
         return bytes(program.compile("cubin", logs=log).code)
@@ -291,7 +290,7 @@ def _run(
     index = x.device.index
     want = (gradients[0] is not None, gradients[1] is not None)
     output = total if losses is None else losses
-    shape = plan.shape(vocab, flat, x.dtype, y.dtype, any(want))
+    shape = plan.shape(vocab, flat, x.dtype, y.dtype, sum(want))
     launcher = _launcher(
         Variant(
             problem.kind,

@@ -7,6 +7,8 @@
 
 #if REAL_IS_DOUBLE
 typedef double real;
+typedef unsigned long long ubits;
+INLINE ubits to_bits(real x) { return (ubits)__double_as_longlong(x); }
 INLINE real k_abs(real x) { return fabs(x); }
 INLINE real k_sqrt(real x) { return sqrt(x); }
 INLINE real k_fma(real x, real y, real z) { return fma(x, y, z); }
@@ -14,10 +16,13 @@ INLINE real k_exp(real x) { return exp(x); }
 INLINE real k_expm1(real x) { return expm1(x); }
 INLINE real k_log(real x) { return log(x); }
 INLINE real k_log1p(real x) { return log1p(x); }
-INLINE real k_divide(real x, real y) { return x / y; }
+INLINE real tame_log(real x) { return log(x); }
+INLINE real tame_ratio_or_zero(real x, real y) { return x / y; }
 #define SMALLEST_NORMAL 2.2250738585072014e-308
 #else
 typedef float real;
+typedef unsigned ubits;
+INLINE ubits to_bits(real x) { return __float_as_uint(x); }
 INLINE real k_abs(real x) { return fabsf(x); }
 INLINE real k_sqrt(real x) { return __fsqrt_rn(x); }
 INLINE real k_fma(real x, real y, real z) { return fmaf(x, y, z); }
@@ -42,27 +47,33 @@ INLINE real k_log(real x)
 
 INLINE real k_expm1(real x) { return expm1f(x); }
 INLINE real k_log1p(real x) { return log1pf(x); }
-INLINE real k_divide(real x, real y) { return __fdividef(x, y); }
+
+/* log x where x is positive, finite and normal */
+INLINE real tame_log(real x)
+{
+    real result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result * 0.693147181f;
+}
+
+/* x / y where y and 1 / y are positive, finite and normal */
+INLINE real tame_ratio_or_zero(real x, real y)
+{
+    real inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
+    return x * inverse;
+}
 #define SMALLEST_NORMAL 1.17549435e-38f
 #endif
 
-INLINE real k_log_quotient(real p, real q)
-{
-    const real quotient = k_divide(p, q);
-    if (quotient >= SMALLEST_NORMAL && quotient < (real)1e30 && q >= SMALLEST_NORMAL && q < (real)1e30)
-        return k_log(quotient);
-    if (p == 0 && q == 0)
-        return 0;
-#if REAL_IS_DOUBLE
-    return log(p) - log(q);
-#else
-    return logf(p) - logf(q);
-#endif
-}
-
 INLINE real k_ratio_or_zero(real x, real y)
 {
-    if (k_abs(y) >= SMALLEST_NORMAL && k_abs(y) < (real)1e30)
-        return k_divide(x, y);
     return x == 0 && y == 0 ? (real)0 : x / y;
+}
+
+INLINE real k_log_quotient(real p, real q)
+{
+    const real quotient = p / q;
+    const bool direct = p >= SMALLEST_NORMAL && q >= SMALLEST_NORMAL && quotient >= SMALLEST_NORMAL && quotient < K_INFINITY;
+    return direct ? k_log(quotient) : p == 0 && q == 0 ? (real)0 : k_log(p) - k_log(q);
 }

@@ -40,13 +40,13 @@ def lanes(vocab: int) -> int:
     return THREADS
 
 
-def shape(vocab: int, flat: bool, x: torch.dtype, y: torch.dtype, wants_gradient: bool) -> Shape:
+def shape(vocab: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int) -> Shape:
     """The launch shape for rows of that length."""
     width = VECTOR_BYTES // min(x.itemsize, y.itemsize)
-    # Measured on an H200: 2 x 2 accesses of 16 bytes by 2048 threads keep the memory busy; more
-    # accesses cost the registers that let 2048 threads be resident.
-    double = torch.float64 in (x, y)
-    wide = max(x.itemsize, y.itemsize) * width // VECTOR_BYTES  # registers of an access, in vectors
+    wide = max(x.itemsize, y.itemsize) * width // VECTOR_BYTES  # 16-byte accesses a vector of the wider one
     unroll = 1 if wide > 1 else 2
-    min_blocks = 1 if double else (4 if wants_gradient else 6)
+    # What 4 blocks leave a thread (64 registers) holds one gradient; a row's own finish or a second
+    # gradient would spill.
+    slim = flat and gradients < 2 and torch.float64 not in (x, y)
+    min_blocks = 4 if slim else 2
     return Shape(flat, THREADS if flat else lanes(vocab), width, unroll, min_blocks)

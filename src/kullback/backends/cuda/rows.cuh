@@ -8,6 +8,8 @@
    LANES                            threads that share a row: 1, 8, 32 or THREADS (always THREADS if FLAT)
    THREADS, WIDTH, UNROLL           of a block; elements of a 16-byte access; accesses in flight a thread
 
+   X_LOW, X_HIGH, Y_LOW, Y_HIGH     the tame ranges
+
    Results depend on the launch shape, which depends on the device and the tensors' layout alone. */
 
 struct Lane {
@@ -43,15 +45,26 @@ INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed
     Packed<X> input;
     Packed<Y> target;
     real sum = 0;
+    ubits wildest_x = 0, wildest_y = 0;
 #pragma unroll
     for (int k = 0; k < WIDTH; k++) {
-        const Element e = k_element(to_real(x.element[k]), to_real(y.element[k]), row, parameters);
+        const real xk = to_real(x.element[k]), yk = to_real(y.element[k]);
+        const Element e = tame_element(xk, yk, row, parameters);
+        wildest_x = max(wildest_x, WILDNESS(xk, X_LOW));
+        wildest_y = max(wildest_y, WILDNESS(yk, Y_LOW));
         if (GRADIENT && WANT_INPUT)
             input.element[k] = rounded<X>(e.input * upstream);
         if (GRADIENT && WANT_TARGET)
             target.element[k] = rounded<Y>(e.target * upstream);
         if (SUM)
             sum += e.term;
+    }
+    if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW)) {
+        sum = 0; /* once more, guarded; read again, so that the usual path keeps its registers */
+#pragma unroll 1
+        for (int k = 0; k < WIDTH; k++)
+            sum += one<SUM, GRADIENT>(view, i + k, parameters, upstream);
+        return sum;
     }
     if (GRADIENT && WANT_INPUT)
         store(view.input_gradient + i, input);
@@ -65,53 +78,41 @@ template <bool SUM, bool GRADIENT>
 INLINE double sweep(const View &view, const Lane &lane, Parameters parameters, real upstream)
 {
     double sum = 0;
+    long long head = 0, body = 0; /* vectors cover [head, head + body) */
 #if LANES > 1
     const long long misaligned = ((unsigned long long)view.x % VECTOR_BYTES) / sizeof(X);
-    long long head = misaligned ? (long long)(VECTOR_BYTES / sizeof(X)) - misaligned : 0;
-    if (head > view.vocab)
-        head = view.vocab;
-    const bool together = is_aligned(view.y + head) && (!GRADIENT || !WANT_INPUT || is_aligned(view.input_gradient + head))
+    head = misaligned ? (long long)(VECTOR_BYTES / sizeof(X)) - misaligned : 0;
+    const bool together = head <= view.vocab && is_aligned(view.y + head)
+        && (!GRADIENT || !WANT_INPUT || is_aligned(view.input_gradient + head))
         && (!GRADIENT || !WANT_TARGET || is_aligned(view.target_gradient + head));
-    if (together) {
-        const long long vectors = (view.vocab - head) / WIDTH;
-        const long long body = head + vectors * WIDTH;
-        const long long tile = (long long)LANES * UNROLL;
-        for (long long t = lane.first; t * tile < vectors; t += lane.step) {
-            const long long start = t * tile + lane.index;
-            real part = 0;
-            if ((t + 1) * tile <= vectors) {
-                Packed<X> x[UNROLL];
-                Packed<Y> y[UNROLL];
+    const long long vectors = together ? (view.vocab - head) / WIDTH : 0;
+    body = vectors * WIDTH;
+    for (long long t = lane.first; t * LANES * UNROLL < vectors; t += lane.step) {
+        const long long start = t * LANES * UNROLL + lane.index;
+        real part = 0;
+        if ((t + 1) * LANES * UNROLL <= vectors) {
+            Packed<X> x[UNROLL];
+            Packed<Y> y[UNROLL];
 #pragma unroll
-                for (int u = 0; u < UNROLL; u++) {
-                    x[u] = load(view.x + head + (start + u * LANES) * WIDTH);
-                    y[u] = load(view.y + head + (start + u * LANES) * WIDTH);
-                }
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++)
-                    part += many<SUM, GRADIENT>(view, head + (start + u * LANES) * WIDTH, x[u], y[u], parameters, upstream);
-            } else {
-                for (long long v = start; v < vectors; v += LANES) {
-                    const long long i = head + v * WIDTH;
-                    part += many<SUM, GRADIENT>(view, i, load(view.x + i), load(view.y + i), parameters, upstream);
-                }
+            for (int u = 0; u < UNROLL; u++) {
+                x[u] = load(view.x + head + (start + u * LANES) * WIDTH);
+                y[u] = load(view.y + head + (start + u * LANES) * WIDTH);
             }
-            sum += (double)part;
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                part += many<SUM, GRADIENT>(view, head + (start + u * LANES) * WIDTH, x[u], y[u], parameters, upstream);
+        } else {
+            for (long long v = start; v < vectors; v += LANES) {
+                const long long i = head + v * WIDTH;
+                part += many<SUM, GRADIENT>(view, i, load(view.x + i), load(view.y + i), parameters, upstream);
+            }
         }
-        if (lane.first == 0) { /* what no vector covers: fewer than WIDTH elements at either end */
-            for (long long i = lane.index; i < head; i += LANES)
-                sum += (double)one<SUM, GRADIENT>(view, i, parameters, upstream);
-            for (long long i = body + lane.index; i < view.vocab; i += LANES)
-                sum += (double)one<SUM, GRADIENT>(view, i, parameters, upstream);
-        }
-        return sum;
+        sum += (double)part;
     }
 #endif
-    for (long long t = lane.first; t * LANES < view.vocab; t += lane.step) {
-        const long long i = t * LANES + lane.index;
-        if (i < view.vocab)
-            sum += (double)one<SUM, GRADIENT>(view, i, parameters, upstream);
-    }
+    /* what no vector covers: either end, or the whole of a row whose tensors are not aligned together */
+    for (long long j = lane.first * LANES + lane.index; j < view.vocab - body; j += lane.step * LANES)
+        sum += (double)one<SUM, GRADIENT>(view, j < head ? j : j + body, parameters, upstream);
     return sum;
 }
 
