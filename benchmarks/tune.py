@@ -41,7 +41,7 @@ def ceiling(x: torch.Tensor, y: torch.Tensor) -> dict[tuple[int, int], float]:
     count = x.numel() * x.itemsize // 16
     result = {}
     for unroll in (1, 2, 4):
-        text = f"#define THREADS 256\n#define UNROLL {unroll}\n" + cuda._text("ceiling.cuh")
+        text = f"#define THREADS 256\n#define UNROLL {unroll}\n" + cuda.text("ceiling.cuh")
         launcher = cuda.Launcher(text, "kullback_ceiling", 0)
         for per in (4, 8):
             blocks = min(launcher.blocks, per * 132)

@@ -23,6 +23,7 @@ from kullback.formula import (
     gap,
     log,
     log1p,
+    log_quotient,
     mass_times,
     ratio_or_zero,
     sqrt,
@@ -93,8 +94,8 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
     return Element(
         mixture * (weight * bregman(p_over) + other * bregman(q_over)),
-        weight * mass_times(x.p, log1p(p_over)),
-        other * mass_times(x.q, log1p(q_over)),
+        weight * mass_times(x.p, log_share(x.p, mixture, p_over)),
+        other * mass_times(x.q, log_share(x.q, mixture, q_over)),
     )
 
 
@@ -104,13 +105,12 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     mixture = alpha * x.p + other * x.q
     excess = other * x.excess  # m - p
     p_over = at_least(-ratio_or_zero(excess, mixture), -1.0)  # p/m - 1
-    share = alpha * ratio_or_zero(x.p, mixture)  # of p in m
-    plain = mass_times(x.p, log1p(p_over))
+    q_share = other * ratio_or_zero(x.q, mixture)  # of q in m
+    plain = mass_times(x.p, log_share(x.p, mixture, p_over))
     if x.centred:
-        return Element(
-            mixture * bregman(p_over), plain + excess * share, excess * (1.0 - share)
-        )
-    return Element(plain, plain + x.p * (1.0 - share), -(x.p * (1.0 - share)))
+        p_share = alpha * ratio_or_zero(x.p, mixture)
+        return Element(mixture * bregman(p_over), plain + excess * p_share, excess * q_share)
+    return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
 
 def total_variation(x: Pair) -> Element:
@@ -175,7 +175,7 @@ def renyi(x: Pair, alpha: Value = 0.5) -> Element:
 def overlap(x: Pair, alpha: Value) -> Value:
     """p^a q^(1-a), from the larger of p and q so that the power of their ratio cannot overflow."""
     larger = where(x.ratio < 0.0, x.q, x.p)
-    return larger * exp(where(x.ratio < 0.0, alpha, alpha - 1.0) * x.ratio)
+    return larger * exp(where(x.ratio < 0.0, alpha * x.ratio, (alpha - 1.0) * x.ratio))
 
 
 def alpha_shortfall(x: Pair, alpha: Value) -> Element:
@@ -191,6 +191,11 @@ def alpha_shortfall(x: Pair, alpha: Value) -> Element:
     d_log_p = where(near, -(x.p * expm1(-(other * x.ratio))), x.p - both)
     d_log_q = where(near, -(x.q * expm1(alpha * x.ratio)), x.q - both)
     return Element(term, alpha * d_log_p, other * d_log_q)
+
+
+def log_share(mass: Value, mixture: Value, over: Value) -> Value:
+    """log(mass / mixture), where over = mass / mixture - 1 says it better near 0 and the masses elsewhere."""
+    return where(absolute(over) < 0.25, log1p(over), log_quotient(mass, mixture))
 
 
 def at_least(x: Value, bound: float) -> Value:

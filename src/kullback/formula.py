@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -218,12 +219,13 @@ def _bregman(z: Tensor) -> Tensor:
 
 
 TENSOR: Mapping[str, Callable[..., Any]] = {
-    "add": torch.add,
-    "sub": lambda x, y: x - y,
-    "mul": torch.mul,
-    "div": lambda x, y: x / y,
-    "neg": torch.neg,
-    "lt": lambda x, y: x < y,
+    # Python's operators: torch's would make float32 tensors of two numbers.
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "neg": operator.neg,
+    "lt": operator.lt,
     "abs": torch.abs,
     "where": torch.where,
     "exp": torch.exp,

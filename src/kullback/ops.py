@@ -19,13 +19,18 @@ from kullback.backends import cuda
 from kullback.backends.torch import gradient_by_formula
 from kullback.rows import STATE_FIELDS, Problem
 
-PROBLEM = "str kind, str form, str target_form, float[] numbers"
-Wanted = tuple[bool, bool]
+Wanted = tuple[bool, bool]  # the gradient of the input, of the target
+
+PROBLEM = "str divergence, float[] numbers"  # Problem.spelling and Problem.numbers
 
 library = torch.library.Library("kullback", "DEF")
 library.define(
-    f"total(Tensor input, Tensor target, Tensor? coefficient, float scale, {PROBLEM}, "
-    "ScalarType dtype, bool input_gradient, bool target_gradient) -> (Tensor, Tensor, Tensor)"
+    "value(Tensor input, Tensor target, Tensor? coefficient, float scale, "
+    f"{PROBLEM}, ScalarType dtype) -> Tensor"
+)
+library.define(
+    "value_and_gradient(Tensor input, Tensor target, Tensor? coefficient, float scale, "
+    f"{PROBLEM}, ScalarType dtype, bool of_input, bool of_target) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
     f"per_row(Tensor input, Tensor target, Tensor? coefficient, {PROBLEM}, ScalarType dtype)"
@@ -33,18 +38,18 @@ library.define(
 )
 library.define(
     f"gradient(Tensor input, Tensor target, Tensor? state, Tensor cotangent, {PROBLEM}, "
-    "bool input_gradient, bool target_gradient) -> (Tensor, Tensor)"
+    "bool of_input, bool of_target) -> (Tensor, Tensor)"
 )
 library.define("scale_(Tensor(a!) gradient, Tensor factor) -> ()")
 
 
 @functools.lru_cache(maxsize=1024)
-def _problem(kind: str, form: str, target_form: str, numbers: tuple[float, ...]) -> Problem:
-    return Problem(kind, form, target_form, numbers)
+def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
+    return Problem(*divergence.split(), numbers)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    """[rows, vocab] with elements of a row side by side; a copy only where the layout has no such view."""
+    """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
     vocab = tensor.size(-1)
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), vocab)
@@ -61,48 +66,51 @@ def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if gradient is None else gradient.view(like.shape)
 
 
-def _total(
+def _value(
     input: Tensor,
     target: Tensor,
     coefficient: Tensor | None,
     scale: float,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
     dtype: torch.dtype,
-    input_gradient: bool,
-    target_gradient: bool,
+) -> Tensor:
+    x, y = _as_rows(input), _as_rows(target)
+    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
+    loss: Tensor = backends.call("total", problem, x, y, weight, scale, dtype, (False, False))[0]
+    return loss
+
+
+def _value_and_gradient(
+    input: Tensor,
+    target: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    divergence: str,
+    numbers: Sequence[float],
+    dtype: torch.dtype,
+    of_input: bool,
+    of_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y = _as_rows(input), _as_rows(target)
-    loss, input_result, target_result = backends.call(
-        "total",
-        _problem(kind, form, target_form, tuple(numbers)),
-        x,
-        y,
-        _row_vector(coefficient, x.size(0)),
-        scale,
-        dtype,
-        (input_gradient, target_gradient),
+    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
+    loss, d_input, d_target = backends.call(
+        "total", problem, x, y, weight, scale, dtype, (of_input, of_target)
     )
-    return loss, _or_empty(input_result, input), _or_empty(target_result, target)
+    return loss, _or_empty(d_input, input), _or_empty(d_target, target)
 
 
 def _per_row(
     input: Tensor,
     target: Tensor,
     coefficient: Tensor | None,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     x, y = _as_rows(input), _as_rows(target)
-    problem = _problem(kind, form, target_form, tuple(numbers))
-    loss, state = backends.call(
-        "accumulate", problem, x, y, _row_vector(coefficient, x.size(0)), dtype
-    )
+    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
+    loss, state = backends.call("accumulate", problem, x, y, weight, dtype)
     return loss.view(input.shape[:-1]), state
 
 
@@ -111,21 +119,18 @@ def _gradient(
     target: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
-    input_gradient: bool,
-    target_gradient: bool,
+    of_input: bool,
+    of_target: bool,
 ) -> tuple[Tensor, Tensor]:
     x, y = _as_rows(input), _as_rows(target)
-    upstream = _row_vector(cotangent, x.size(0))
-    problem = _problem(kind, form, target_form, tuple(numbers))
+    problem, upstream = _problem(divergence, tuple(numbers)), _row_vector(cotangent, x.size(0))
     known = state if state is not None and state.numel() else None
-    input_result, target_result = backends.call(
-        "gradient", problem, x, y, known, upstream, (input_gradient, target_gradient)
+    d_input, d_target = backends.call(
+        "gradient", problem, x, y, known, upstream, (of_input, of_target)
     )
-    return _or_empty(input_result, input), _or_empty(target_result, target)
+    return _or_empty(d_input, input), _or_empty(d_target, target)
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> None:
@@ -136,33 +141,57 @@ def _scale_(gradient: Tensor, factor: Tensor) -> None:
 
 
 for name, implementation in (
-    ("total", _total),
+    ("value", _value),
+    ("value_and_gradient", _value_and_gradient),
     ("per_row", _per_row),
     ("gradient", _gradient),
     ("scale_", _scale_),
 ):
     library.impl(name, implementation, "CompositeExplicitAutograd")
 
+value = torch.ops.kullback.value.default
+value_and_gradient = torch.ops.kullback.value_and_gradient.default
+row_losses = torch.ops.kullback.per_row.default
+gradients_of = torch.ops.kullback.gradient.default
+scale_in_place = torch.ops.kullback.scale_.default
 
-@torch.library.register_fake("kullback::total", lib=library)
+
+def _fake_gradients(
+    input: Tensor, target: Tensor, of_input: bool, of_target: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape if of_input else (0,)),
+        target.new_empty(target.shape if of_target else (0,)),
+    )
+
+
+@torch.library.register_fake("kullback::value", lib=library)
 def _(
     input: Tensor,
     target: Tensor,
     coefficient: Tensor | None,
     scale: float,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
     dtype: torch.dtype,
-    input_gradient: bool,
-    target_gradient: bool,
+) -> Tensor:
+    return input.new_empty((), dtype=dtype)
+
+
+@torch.library.register_fake("kullback::value_and_gradient", lib=library)
+def _(
+    input: Tensor,
+    target: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    divergence: str,
+    numbers: Sequence[float],
+    dtype: torch.dtype,
+    of_input: bool,
+    of_target: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        input.new_empty((), dtype=dtype),
-        input.new_empty(input.shape if input_gradient else (0,)),
-        target.new_empty(target.shape if target_gradient else (0,)),
-    )
+    loss = input.new_empty((), dtype=dtype)
+    return (loss, *_fake_gradients(input, target, of_input, of_target))
 
 
 @torch.library.register_fake("kullback::per_row", lib=library)
@@ -170,17 +199,14 @@ def _(
     input: Tensor,
     target: Tensor,
     coefficient: Tensor | None,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows = input.shape[:-1]
-    fields = STATE_FIELDS if "logits" in (form, target_form) else 0
-    return input.new_empty(rows, dtype=dtype), input.new_empty(
-        (fields, math.prod(rows)), dtype=torch.float64
-    )
+    fields = STATE_FIELDS if "logits" in divergence else 0
+    state = input.new_empty((fields, math.prod(rows)), dtype=torch.float64)
+    return input.new_empty(rows, dtype=dtype), state
 
 
 @torch.library.register_fake("kullback::gradient", lib=library)
@@ -189,17 +215,12 @@ def _(
     target: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
-    input_gradient: bool,
-    target_gradient: bool,
+    of_input: bool,
+    of_target: bool,
 ) -> tuple[Tensor, Tensor]:
-    return (
-        input.new_empty(input.shape if input_gradient else (0,)),
-        target.new_empty(target.shape if target_gradient else (0,)),
-    )
+    return _fake_gradients(input, target, of_input, of_target)
 
 
 @torch.library.register_fake("kullback::scale_", lib=library)
@@ -207,14 +228,17 @@ def _(gradient: Tensor, factor: Tensor) -> None:
     return None
 
 
-def _batched(
-    tensors: Sequence[Tensor | None], dims: Sequence[int | None], size: int
-) -> list[Tensor | None]:
-    """Each tensor with the batch as its first dimension."""
-    return [
-        None if t is None else t.expand(size, *t.shape) if d is None else t.movedim(d, 0)
-        for t, d in zip(tensors, dims, strict=True)
-    ]
+# vmap: a batch of problems is one problem of more rows.
+
+
+def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def _batch_of_row_vectors(tensor: Tensor, dim: int | None, rows: torch.Size) -> Tensor:
+    """A row vector for each problem of the batch, or one number for each, as [batch, *rows]."""
+    tensor = _batch_first(tensor, dim, rows[0])
+    return tensor.reshape(*tensor.shape, *[1] * (len(rows) - tensor.dim())).expand(rows)
 
 
 @torch.library.register_vmap("kullback::per_row", lib=library)
@@ -224,18 +248,18 @@ def _(
     input: Tensor,
     target: Tensor,
     coefficient: Tensor | None,
-    *problem: Any,
+    *arguments: Any,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    size = info.batch_size
-    x, y, weight = _batched((input, target, coefficient), in_dims[:3], size)
-    assert x is not None
-    if weight is not None:
-        weight = weight.expand(x.shape[:-1])
-    loss, state = torch.ops.kullback.per_row(x, y, weight, *problem)
-    return (loss, state.view(state.size(0), size, -1)), (0, 1)
+    x = _batch_first(input, in_dims[0], info.batch_size)
+    y = _batch_first(target, in_dims[1], info.batch_size)
+    if coefficient is not None:
+        coefficient = _batch_of_row_vectors(coefficient, in_dims[2], x.shape[:-1])
+    loss, state = row_losses(x, y, coefficient, *arguments)
+    rows = math.prod(x.shape[1:-1])
+    return (loss, state.view(state.size(0), info.batch_size, rows)), (0, 1)
 
 
-@torch.library.register_vmap("kullback::total", lib=library)
+@torch.library.register_vmap("kullback::value", lib=library)
 def _(
     info: Any,
     in_dims: tuple[int | None, ...],
@@ -243,29 +267,17 @@ def _(
     target: Tensor,
     coefficient: Tensor | None,
     scale: float,
-    kind: str,
-    form: str,
-    target_form: str,
+    divergence: str,
     numbers: Sequence[float],
     dtype: torch.dtype,
-    input_gradient: bool,
-    target_gradient: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]:
-    size = info.batch_size
-    x, y, weight = _batched((input, target, coefficient), in_dims[:3], size)
-    assert x is not None
-    assert y is not None
-    problem = (kind, form, target_form, numbers)
-    rows = x.shape[:-1]
-    if weight is None:
-        weight = x.new_ones((), dtype=torch.float64)
-    weight = weight.view(*weight.shape, *[1] * (len(rows) - weight.dim())).expand(rows)
-    loss, state = torch.ops.kullback.per_row(x, y, weight, *problem, torch.float64)
-    gradients = torch.ops.kullback.gradient(
-        x, y, state, weight * scale, *problem, input_gradient, target_gradient
-    )
-    padded = (g if g.numel() else g.new_empty(size, 0) for g in gradients)
-    return ((loss.view(size, -1).sum(-1) * scale).to(dtype), *padded), (0, 0, 0)  # type: ignore[return-value]
+) -> tuple[Tensor, int]:
+    x = _batch_first(input, in_dims[0], info.batch_size)
+    y = _batch_first(target, in_dims[1], info.batch_size)
+    if coefficient is not None:
+        coefficient = _batch_of_row_vectors(coefficient, in_dims[2], x.shape[:-1])
+    loss = row_losses(x, y, coefficient, divergence, numbers, accumulator(x))[0]
+    rows = math.prod(x.shape[1:-1])
+    return (loss.view(info.batch_size, rows).sum(-1) * scale).to(dtype), 0
 
 
 @torch.library.register_vmap("kullback::gradient", lib=library)
@@ -278,23 +290,12 @@ def _(
     cotangent: Tensor,
     *arguments: Any,
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-    size = info.batch_size
-    x, y, upstream = _batched((input, target, cotangent), (*in_dims[:2], in_dims[3]), size)
-    assert x is not None
-    assert upstream is not None
-    rows = x.shape[:-1]
-    upstream = upstream.view(*upstream.shape, *[1] * (len(rows) - upstream.dim())).expand(rows)
-    # The state of unbatched inputs would have to be repeated: it is found anew.
-    gradients = torch.ops.kullback.gradient(x, y, None, upstream, *arguments)
-    return tuple(g if g.numel() else g.new_empty(size, 0) for g in gradients), (0, 0)
-
-
-def _wanted(ctx: Any) -> Wanted:
-    return ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-
-
-def _only(gradients: Sequence[Tensor], want: Wanted) -> tuple[Tensor | None, Tensor | None]:
-    return (gradients[0] if want[0] else None, gradients[1] if want[1] else None)
+    x = _batch_first(input, in_dims[0], info.batch_size)
+    y = _batch_first(target, in_dims[1], info.batch_size)
+    upstream = _batch_of_row_vectors(cotangent, in_dims[3], x.shape[:-1])
+    # The states of one problem would not fit a batch of upstream gradients: they are found anew.
+    gradients = gradients_of(x, y, None, upstream, *arguments)
+    return tuple(g if g.numel() else g.new_empty(info.batch_size, 0) for g in gradients), (0, 0)
 
 
 class Gradient(torch.autograd.Function):
@@ -311,16 +312,8 @@ class Gradient(torch.autograd.Function):
         problem: Problem,
         want: Wanted,
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.kullback.gradient(
-            input,
-            target,
-            state,
-            cotangent,
-            problem.kind,
-            problem.form,
-            problem.target_form,
-            problem.numbers,
-            *want,
+        result: tuple[Tensor, Tensor] = gradients_of(
+            input, target, state, cotangent, problem.spelling, problem.numbers, *want
         )
         return result
 
@@ -343,8 +336,24 @@ class Gradient(torch.autograd.Function):
         return d_input, d_target, None, d_cotangent, None, None
 
 
+def _pull_back(
+    ctx: Any,
+    input: Tensor,
+    target: Tensor,
+    state: Tensor | None,
+    cotangent: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
+    want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+    if torch.is_grad_enabled() or is_transformed():
+        gradients = Gradient.apply(input, target, state, cotangent, ctx.problem, want)
+    else:
+        gradients = Gradient.forward(input, target, state, cotangent, ctx.problem, want)
+    return (gradients[0] if want[0] else None, gradients[1] if want[1] else None)
+
+
 class Total(torch.autograd.Function):
-    """scale · Σ coefficient · loss, with the gradients already written where `write` asks for them."""
+    """scale · Σ coefficient · loss; the gradients are found in backward. What traces and transforms can follow."""
 
     generate_vmap_rule = True
 
@@ -356,48 +365,60 @@ class Total(torch.autograd.Function):
         scale: float,
         problem: Problem,
         dtype: torch.dtype,
-        write: Wanted,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        result: tuple[Tensor, Tensor, Tensor] = torch.ops.kullback.total(
+    ) -> Tensor:
+        loss: Tensor = value(
+            input, target, coefficient, scale, problem.spelling, problem.numbers, dtype
+        )
+        return loss
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        input, target, coefficient, ctx.scale, ctx.problem, _ = inputs
+        ctx.save_for_backward(input, target, coefficient)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, target, coefficient = ctx.saved_tensors
+        cotangent = upstream.to(accumulator(input)) * ctx.scale
+        if coefficient is not None:
+            cotangent = cotangent * coefficient
+        gradients = _pull_back(ctx, input, target, None, cotangent)
+        return *gradients, None, None, None, None
+
+
+class EagerTotal(torch.autograd.Function):
+    """Total whose gradients are written in the pass that finds the value, and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        input, target, coefficient, scale, problem, dtype = inputs
+        Total.setup_context(ctx, inputs, None)
+        loss, *ctx.written = value_and_gradient(
             input,
             target,
             coefficient,
             scale,
-            problem.kind,
-            problem.form,
-            problem.target_form,
+            problem.spelling,
             problem.numbers,
             dtype,
-            *write,
+            *ctx.needs_input_grad[:2],
         )
+        result: Tensor = loss
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        input, target, coefficient, ctx.scale, ctx.problem, _, write = inputs
-        ctx.save_for_backward(input, target, coefficient)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)
-        ctx.written = output[1:] if any(write) else None
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if upstream is None:
-            return (None,) * 7
-        input, target, coefficient = ctx.saved_tensors
-        want = _wanted(ctx)
-        if ctx.written is not None and not torch.is_grad_enabled():
-            # Handed over, not lent: autograd may keep it. A second backward computes it anew.
-            gradients, ctx.written = ctx.written, None
-            for gradient, wanted in zip(gradients, want, strict=True):
-                if wanted:
-                    torch.ops.kullback.scale_(gradient, upstream)
-        else:
-            cotangent = upstream.to(accumulator(input)) * ctx.scale
-            if coefficient is not None:
-                cotangent = cotangent * coefficient
-            gradients = Gradient.apply(input, target, None, cotangent, ctx.problem, want)
-        return *_only(gradients, want), None, None, None, None, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.written is None or torch.is_grad_enabled():
+            return Total.backward(ctx, upstream)
+        # Handed over, not lent: autograd may keep them. A second backward finds them anew.
+        written, ctx.written = ctx.written, None
+        input, target, _ = ctx.saved_tensors  # raises where an input was modified since
+        results: list[Tensor | None] = [None, None]
+        for index, wanted in enumerate(ctx.needs_input_grad[:2]):
+            if wanted:
+                scale_in_place(written[index], upstream)
+                results[index] = written[index]
+        return *results, None, None, None, None
 
 
 class PerRow(torch.autograd.Function):
@@ -413,15 +434,8 @@ class PerRow(torch.autograd.Function):
         problem: Problem,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = torch.ops.kullback.per_row(
-            input,
-            target,
-            coefficient,
-            problem.kind,
-            problem.form,
-            problem.target_form,
-            problem.numbers,
-            dtype,
+        result: tuple[Tensor, Tensor] = row_losses(
+            input, target, coefficient, problem.spelling, problem.numbers, dtype
         )
         return result
 
@@ -430,23 +444,23 @@ class PerRow(torch.autograd.Function):
         input, target, coefficient, ctx.problem, _ = inputs
         ctx.save_for_backward(input, target, coefficient, output[1])
         ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if upstream is None:
-            return (None,) * 5
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, target, coefficient, state = ctx.saved_tensors
-        want = _wanted(ctx)
         if upstream.dtype in (torch.float16, torch.bfloat16):
             upstream = upstream.float()
         if coefficient is not None:
             upstream = upstream * coefficient
-        gradients = Gradient.apply(input, target, state, upstream, ctx.problem, want)
-        return *_only(gradients, want), None, None, None
+        return *_pull_back(ctx, input, target, state, upstream), None, None, None
 
 
-_functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def is_transformed() -> bool:
+    """Whether something traces or transforms this call and wants operators that are pure functions."""
+    return torch.compiler.is_compiling() or bool(_functorch_is_active())
 
 
 def total(
@@ -458,32 +472,11 @@ def total(
     dtype: torch.dtype,
 ) -> Tensor:
     """scale · Σ coefficient · loss, 0-d. In eager autograd the gradients are written in the same pass."""
+    arguments = (input, target, coefficient, scale, problem, dtype)
     if not (torch.is_grad_enabled() and (input.requires_grad or target.requires_grad)):
-        loss: Tensor = torch.ops.kullback.total(
-            input,
-            target,
-            coefficient,
-            scale,
-            problem.kind,
-            problem.form,
-            problem.target_form,
-            problem.numbers,
-            dtype,
-            False,
-            False,
-        )[0]
-        return loss
-    # What traces or transforms wants operators without memory of each other.
-    write = not torch.compiler.is_compiling() and not _functorch_is_active()
-    return Total.apply(  # type: ignore[no-any-return]
-        input,
-        target,
-        coefficient,
-        scale,
-        problem,
-        dtype,
-        (write and input.requires_grad, write and target.requires_grad),
-    )[0]
+        return Total.forward(*arguments)
+    function = Total if is_transformed() else EagerTotal
+    return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
 def per_row(

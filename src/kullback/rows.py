@@ -38,6 +38,11 @@ class Problem:
     numbers: tuple[float, ...] = (1.0, 1.0)  # temperature, target_temperature, *parameters
 
     @property
+    def spelling(self) -> str:
+        """All but the numbers, in one word each: what an operator takes."""
+        return f"{self.kind} {self.form} {self.target_form}"
+
+    @property
     def temperatures(self) -> tuple[float, float]:
         return self.numbers[0], self.numbers[1]
 
@@ -47,7 +52,7 @@ class Problem:
 
     @property
     def needs_norms(self) -> bool:
-        return "logits" in (self.form, self.target_form)
+        return self.form == "logits" or self.target_form == "logits"
 
     @property
     def formula(self) -> Formula:

@@ -38,9 +38,9 @@ INLINE real k_logit_difference(real y, real y_scale, real x, real x_scale, real 
 #define K_GAP_SERIES { 0.5f, -0.16666667f, 0.041666668f, -0.008333182f, 0.0013888608f, -0.00019962185f, \
     2.4957046e-05f }
 #define K_GAP_TERMS 7
-#define K_BREGMAN_SERIES { 0.5f, -0.16666667f, 0.083333194f, -0.049999576f, 0.03334333f, -0.023827834f, \
-    0.017610902f, -0.013561862f, 0.013531846f, -0.011617227f }
-#define K_BREGMAN_TERMS 10
+#define K_BREGMAN_SERIES { 0.49999997f, -0.16666655f, 0.083337836f, -0.050010528f, 0.03313448f, -0.02352312f, \
+    0.020618126f, -0.016788587f }
+#define K_BREGMAN_TERMS 8
 #endif
 
 INLINE real k_gap(real d)
@@ -84,14 +84,13 @@ INLINE real k_bregman(real z)
 
 /* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
    infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
-   tame_log of a normal positive number, tame_ratio_or_zero. Kernels try this first and look at the range of
+   tame_log of a normal positive number, tame_log1p, tame_ratio_or_zero. Kernels try this first and look at the range of
    what they read; where it was not tame they compute again. */
 
 #define tame_abs k_abs
 #define tame_sqrt k_sqrt
 #define tame_exp k_exp
 #define tame_expm1 k_expm1
-#define tame_log1p k_log1p
 #define tame_gap k_gap
 #define tame_logit_difference k_logit_difference
 

@@ -184,3 +184,10 @@ INLINE real k_ratio_or_zero(real x, real y)
 }
 
 INLINE real tame_ratio_or_zero(real x, real y) { return x / y; }
+
+INLINE real tame_log1p(real z)
+{
+    const real near = z + log_correction(z), one_more = z + 1;
+    const real far = tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL);
+    return k_abs(z) < (real)0.29 ? near : far;
+}

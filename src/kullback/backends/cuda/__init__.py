@@ -81,12 +81,12 @@ def source(variant: Variant) -> str:
         [
             f"#define REAL_IS_DOUBLE {int(torch.float64 in (variant.x, variant.y))}",
             *(f"#define {name} {value}" for name, value in values.items()),
-            _text("math.cuh"),
+            text("math.cuh"),
             (HERE.parent / "numerics.h").read_text(),
-            _text("vector.cuh"),
+            text("vector.cuh"),
             print_functor(problem, ("k_", "tame_")),
-            _text("fold.cuh"),
-            _text("rows.cuh"),
+            text("fold.cuh"),
+            text("rows.cuh"),
         ]
     )
 
@@ -100,14 +100,15 @@ def scale_source(x: torch.dtype, factor: torch.dtype) -> str:
             f"#define LOSS {TYPES[factor]}",
             f"#define THREADS {plan.THREADS}",
             f"#define WIDTH {plan.VECTOR_BYTES // x.itemsize}",
-            _text("math.cuh"),
-            _text("vector.cuh"),
-            _text("scale.cuh"),
+            text("math.cuh"),
+            text("vector.cuh"),
+            text("scale.cuh"),
         ]
     )
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """A template of this folder."""
     return (HERE / name).read_text()
 
 
@@ -157,8 +158,7 @@ class Launcher:
         )
 
     def __call__(self, blocks: int, *arguments: int | float) -> None:
-        handle = torch.cuda.current_stream(self.index).cuda_stream
-        stream = _stream(self.index, handle)
+        stream = _stream(self.index, raw_stream(self.index))
         config = self.config(max(1, min(blocks, self.blocks)))
         if torch.cuda.current_device() == self.index:
             self.launch(stream, config, self.kernel, *arguments)
@@ -167,14 +167,25 @@ class Launcher:
                 self.launch(stream, config, self.kernel, *arguments)
 
 
+# The handle of torch's current stream of a device. Building torch's Stream object for it takes longer than a launch.
+raw_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+
+
 @functools.cache
 def _stream(index: int, handle: int) -> Any:
     return importlib.import_module("cuda.core").Stream.from_handle(handle)
 
 
 @functools.cache
-def _launcher(variant: Variant, index: int) -> Launcher:
-    return Launcher(source(variant), "kullback_rows", index)
+def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launcher, plan.Shape]:
+    """The kernel of that shape; `fields` are those of `Variant` before `shape`."""
+    *_, x, y, _, _, _, want = fields
+    shape = plan.shape(lanes, flat, x, y, sum(want))
+    return Launcher(source(Variant(*fields, shape)), "kullback_rows", index), shape
 
 
 @functools.cache
@@ -192,7 +203,7 @@ def _workspace(index: int, blocks: int) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
-    key = (index, torch.cuda.current_stream(index).cuda_stream)
+    key = (index, raw_stream(index))
     workspace = _workspaces.get(key)
     if workspace is None or workspace.numel() <= blocks:
         workspace = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
@@ -272,39 +283,35 @@ def _run(
         if total is not None:
             total.fill_(0.0 * scale)
         return
-    one_weight = weight is None or weight.stride(0) == 0  # 0-d upstream, expanded over the rows
+    formula = problem.formula
+    uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows
     flat = (
-        one_weight
-        and losses is None
-        and (total is None or weight is None)
-        and problem.formula.finish_is_linear
-        and (total is None or problem.formula.finish_is_identity)
+        uniform
+        and formula.finish_is_linear
+        and (losses is None if total is None else weight is None and formula.finish_is_identity)
         and x.is_contiguous()
         and y.is_contiguous()
     )
     if weight is not None:
         weight = weight[:1] if flat else weight.contiguous()
-    strides = (x.stride(0), y.stride(0))
+    x_stride, y_stride = x.stride(0), y.stride(0)
     if flat:
         rows, vocab = 1, rows * vocab
     index = x.device.index
-    want = (gradients[0] is not None, gradients[1] is not None)
     output = total if losses is None else losses
-    shape = plan.shape(vocab, flat, x.dtype, y.dtype, sum(want))
-    launcher = _launcher(
-        Variant(
-            problem.kind,
-            problem.form,
-            problem.target_form,
-            x.dtype,
-            y.dtype,
-            torch.float64 if weight is None else weight.dtype,
-            torch.float32 if output is None else output.dtype,
-            output is not None,
-            want,
-            shape,
-        ),
+    launcher, shape = _launcher(
         index,
+        flat,
+        plan.THREADS if flat else plan.lanes(vocab),
+        problem.kind,
+        problem.form,
+        problem.target_form,
+        x.dtype,
+        y.dtype,
+        torch.float64 if weight is None else weight.dtype,
+        torch.float32 if output is None else output.dtype,
+        output is not None,
+        (gradients[0] is not None, gradients[1] is not None),
     )
     if flat:
         blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
@@ -324,7 +331,8 @@ def _run(
         ticket,
         rows,
         vocab,
-        *strides,
+        x_stride,
+        y_stride,
         scale,
-        next(iter(problem.parameters.values()), 0.0),
+        problem.numbers[2] if len(problem.numbers) > 2 else 0.0,
     )

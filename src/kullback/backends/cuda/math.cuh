@@ -17,6 +17,7 @@ INLINE real k_expm1(real x) { return expm1(x); }
 INLINE real k_log(real x) { return log(x); }
 INLINE real k_log1p(real x) { return log1p(x); }
 INLINE real tame_log(real x) { return log(x); }
+INLINE real tame_log1p(real z) { return log1p(z); }
 INLINE real tame_ratio_or_zero(real x, real y) { return x / y; }
 #define SMALLEST_NORMAL 2.2250738585072014e-308
 #else
@@ -54,6 +55,21 @@ INLINE real tame_log(real x)
     real result;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result * 0.693147181f;
+}
+
+/* log(1 + z); the polynomial of the C path's log (docs/numerics.md) where it holds */
+INLINE real tame_log1p(real z)
+{
+    real sum = -0.13191646f;
+    sum = sum * z + 0.1396245f;
+    sum = sum * z - 0.12115126f;
+    sum = sum * z + 0.1401092f;
+    sum = sum * z - 0.16685466f;
+    sum = sum * z + 0.20010044f;
+    sum = sum * z - 0.24999689f;
+    sum = sum * z + 0.33333224f;
+    const real near = (sum * z - 0.5f) * (z * z) + z;
+    return k_abs(z) < 0.29f ? near : tame_log(z + 1);
 }
 
 /* x / y where y and 1 / y are positive, finite and normal */

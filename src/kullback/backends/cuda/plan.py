@@ -40,13 +40,14 @@ def lanes(vocab: int) -> int:
     return THREADS
 
 
-def shape(vocab: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int) -> Shape:
-    """The launch shape for rows of that length."""
+def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int) -> Shape:
+    """The launch shape of a kernel that writes so many gradients, `lanes` threads a row."""
     width = VECTOR_BYTES // min(x.itemsize, y.itemsize)
-    wide = max(x.itemsize, y.itemsize) * width // VECTOR_BYTES  # 16-byte accesses a vector of the wider one
-    unroll = 1 if wide > 1 else 2
-    # What 4 blocks leave a thread (64 registers) holds one gradient; a row's own finish or a second
-    # gradient would spill.
-    slim = flat and gradients < 2 and torch.float64 not in (x, y)
-    min_blocks = 4 if slim else 2
-    return Shape(flat, THREADS if flat else lanes(vocab), width, unroll, min_blocks)
+    # Measured on an H200 (benchmarks/tune.py): four reads of each tensor in flight a thread and four
+    # blocks reach the read ceiling; where gradients are written, one vector at a time is best.
+    doubles = torch.float64 in (x, y)
+    unroll = 1 if gradients or doubles or x.itemsize != y.itemsize else 4
+    # What four blocks leave a thread (64 registers) holds one gradient; a row's own finish, a second
+    # gradient or float64 would spill.
+    min_blocks = 4 if flat and gradients < 2 and not doubles else 2
+    return Shape(flat, lanes, width, unroll, min_blocks)

@@ -1,0 +1,35 @@
+# `make run` and `make test` need python3 (>= 3.11) and the network of a package index, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test test-full test-gpu lint format clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev]'
+	touch $@
+
+run: $(VENV)/.installed          ## the main job: the 16384 x 16384 workload against its rivals
+	$(BIN)/kullback bench
+
+test: $(VENV)/.installed lint    ## all that needs no GPU
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+test-full: $(VENV)/.installed    ## and what takes longer
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not gpu'
+
+test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,282 @@
+"""Time and check a loss against its rivals and against what the memory allows."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import importlib.util
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kullback
+from kullback import kernelbench
+from kullback.backends import cuda
+from kullback.cli import reference
+from kullback.divergences import DIVERGENCES
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def make_inputs(rows: int, vocab: int, dtype: torch.dtype, form: str, device: str) -> tuple[Tensor, Tensor]:
+    """The workload's probabilities, their logarithms, or logits of a language model's spread."""
+    torch.manual_seed(0)
+    if form == "logits":
+        y = torch.randn(rows, vocab, device=device).mul_(3)
+        return (y + torch.randn_like(y)).to(dtype), y.to(dtype)
+    pair = kernelbench.inputs(rows, vocab, device=device)
+    return tuple((t if form == "probs" else t.log_()).to(dtype) for t in pair)  # type: ignore[return-value]
+
+
+def fitting_rows(rows: int, vocab: int, dtype: torch.dtype, device: str) -> int:
+    """As many rows as leave room for the textbook's temporaries."""
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = _available_memory()
+    # Two inputs, a gradient, and the six or so float32 temporaries of an eager formula.
+    per_row = vocab * (3 * dtype.itemsize + 6 * max(4, dtype.itemsize))
+    return max(1, min(rows, int(0.8 * free) // per_row))
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 4 << 30
+
+
+def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
+    """Names and losses: the sum over rows divided by their number."""
+    parameters = DIVERGENCES[kind].parameters
+    yield "kullback", functools.partial(kullback.divergence, kind=kind, form=form)
+
+    def eager(x: Tensor, y: Tensor) -> Tensor:
+        return reference.rows(kind, form, x, y, **parameters).mean()
+
+    if kind == "kl" and form != "logits":
+
+        def eager(x: Tensor, y: Tensor) -> Tensor:  # as users write it
+            log_q = torch.log(x) if form == "probs" else x
+            return torch.nn.functional.kl_div(
+                log_q, y, reduction="batchmean", log_target=form == "log_probs"
+            )
+
+    yield "eager", eager
+    yield "torch.compile", torch.compile(eager)
+    if kind == "kl" and form == "log_probs" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerKLDIVLoss  # type: ignore[import-not-found]
+
+        yield "liger", LigerKLDIVLoss(reduction="batchmean", log_target=True)
+
+
+class Clock:
+    """Median seconds of calls, after warm-up; peak memory of one."""
+
+    def __init__(self, device: str, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        for _ in range(3 if self.device == "cuda" else 1):
+            run()
+        times = []
+        for _ in range(self.repeats):
+            if self.device == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                run()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / 1e3)
+            else:
+                begin = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def peak(self, run: Callable[[], Any]) -> int | None:
+        """Bytes allocated at most above what was there before; only the CUDA allocator can tell."""
+        if self.device != "cuda":
+            return None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = run()
+        peak = torch.cuda.max_memory_allocated() - before
+        del kept
+        return peak
+
+
+def ceiling(x: Tensor, y: Tensor, clock: Clock) -> float:
+    """Seconds that reading both tensors takes: the floor of any forward pass."""
+    if x.device.type != "cuda":
+        return clock.seconds(lambda: (x.sum(), y.sum()))
+    text = f"#define THREADS {cuda.plan.THREADS}\n#define UNROLL 4\n" + cuda.text("ceiling.cuh")
+    launcher = cuda.Launcher(text, "kullback_ceiling", x.device.index or 0)
+    out = torch.zeros(1, dtype=torch.int32, device=x.device)
+    count = x.numel() * x.itemsize // cuda.plan.VECTOR_BYTES
+    return clock.seconds(
+        lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count)
+    )
+
+
+def bench(
+    rows: int,
+    vocab: int,
+    dtype: str,
+    form: str,
+    kind: str,
+    device: str,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Everything about one case, as plain data."""
+    wanted, rows = rows, fitting_rows(rows, vocab, DTYPES[dtype], device)
+    progress("drawing inputs")
+    x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device)
+    clock = Clock(device, repeats)
+    parameters = DIVERGENCES[kind].parameters
+    progress("float64 truth")
+    truth = reference.truth(kind, form, x, y, **parameters)
+    progress("ceiling")
+    floor = ceiling(x, y, clock)
+    bytes_read = (x.numel() + y.numel()) * x.itemsize
+    # A fused pass with a gradient also writes one tensor; a copy's bandwidth is close to a read's.
+    floors = {"forward": floor, "forward + gradient": floor * 1.5}
+    entries: list[dict[str, Any]] = []
+    for name, loss in contestants(kind, form):
+        for task in floors:
+            progress(f"{name}, {task}")
+            entry: dict[str, Any] = {"name": name, "task": task}
+            try:
+                entry |= _measure(loss, x, y, task == "forward", truth.mean(), clock)
+            except Exception as error:  # a rival's failure is a result too
+                if name == "kullback":
+                    raise
+                entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            else:
+                entry["of_ceiling"] = floors[task] / entry["seconds"]
+                if name == "kullback" and task == "forward":
+                    entry["ran_on"] = kullback.backend_info().name
+            entries.append(entry)
+            gc.collect()
+    progress("each row")
+    ours = kullback.divergence(x, y, kind, form=form, reduction="none").double()
+    row_error = ((ours - truth).abs() / truth.abs().clamp_min(1e-12)).max().item()
+    return {
+        "case": {"rows": rows, "vocab": vocab, "dtype": dtype, "form": form, "kind": kind},
+        "rows_asked": wanted,
+        "read_seconds": floor,
+        "read_terabytes_a_second": bytes_read / floor / 1e12,
+        "value": truth.mean().item(),
+        "worst_row_error": row_error,
+        "results": entries,
+        "provenance": provenance(device),
+    }
+
+
+def _measure(
+    loss: Loss, x: Tensor, y: Tensor, forward_only: bool, truth: Tensor, clock: Clock
+) -> dict[str, Any]:
+    if forward_only:
+        run = lambda: loss(x, y)
+        value = run()
+    else:
+        student = x.detach().requires_grad_()
+
+        def run() -> Tensor:
+            student.grad = None
+            result = loss(student, y)
+            result.backward()
+            return result.detach()
+
+        value = run()
+    error = abs(value.double().item() - truth.item()) / max(abs(truth.item()), 1e-30)
+    return {"seconds": clock.seconds(run), "error": error, "peak_bytes": clock.peak(run)}
+
+
+def provenance(device: str) -> dict[str, Any]:
+    """Where and with what a result was measured."""
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "kullback": kullback.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **_commit(),
+    }
+    if device == "cuda":
+        result |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
+    else:
+        result |= {"device": _processor(), "threads": torch.get_num_threads()}
+    return result
+
+
+def _commit() -> dict[str, Any]:
+    here = Path(__file__).parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        run = lambda *a: subprocess.run(
+            ["git", *a], cwd=here, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        return {"commit": run("rev-parse", "HEAD"), "dirty": bool(run("status", "--porcelain"))}
+    return {"commit": None, "dirty": None}
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    return None
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Horizontal bars: milliseconds of each contestant and task, and the time of reading the inputs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    entries = [e for e in result["results"] if "seconds" in e]
+    labels = [f"{e['name']}\n{e['task']}" for e in entries]
+    times = [e["seconds"] * 1e3 for e in entries]
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(entries) + 1.6))
+    colours = ["tab:blue" if e["name"] == "kullback" else "tab:gray" for e in entries]
+    axes.barh(labels, times, color=colours)
+    axes.bar_label(axes.containers[0], fmt=" %.3g", padding=2)
+    floor = result["read_seconds"] * 1e3
+    axes.axvline(floor, color="tab:red", linestyle="--", label=f"reading both inputs: {floor:.3g} ms")
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds (log scale)")
+    case = result["case"]
+    axes.set_title(
+        f"{case['kind']} from {case['form']}, {case['rows']} x {case['vocab']} {case['dtype']}\n"
+        f"{result['provenance']['device']}",
+        fontsize=10,
+    )
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,232 @@
+"""info, check, bench, show, export: their arguments, and how they look."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import kullback
+from kullback import kernelbench
+from kullback.backends import PATHS, build, c
+from kullback.cli import bench as bench_module
+from kullback.cli import check as check_module
+from kullback.divergences import DIVERGENCES
+from kullback.forms import FORMS
+from kullback.printer import print_functor
+from kullback.rows import Problem, documentation
+
+app = typer.Typer(
+    help="Divergences between categorical distributions: what runs here, how exact, how fast.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+export_app = typer.Typer(help="Print a kernel for use elsewhere.", no_args_is_help=True)
+app.add_typer(export_app, name="export")
+console = Console()
+Kind = Annotated[str, typer.Option(help=f"The divergence: {', '.join(DIVERGENCES)}.")]
+Form = Annotated[str, typer.Option(help=f"What the tensors hold: {', '.join(FORMS)}.")]
+
+
+def _one_of(option: str, value: str, known: Any) -> str:
+    if value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
+    return value
+
+
+@contextmanager
+def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; the returned function says what is being done now."""
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=total)
+        begun = False
+
+        def tell(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, advance=1 if begun else 0)
+            begun = True
+
+        yield tell
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, the paths that can run here and why others cannot, and the cache."""
+    table = Table(show_header=False, box=None)
+    table.add_row("kullback", kullback.__version__)
+    table.add_row("python", platform.python_version())
+    table.add_row("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'not built in'})")
+    for index in range(torch.cuda.device_count()):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        table.add_row(f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {capability}")
+    problem = Problem("kl", "probs", "probs")
+    for name, path in PATHS.items():
+        device = "cuda" if name == "cuda" and torch.cuda.is_available() else "cpu"
+        probe = torch.full((1, 2), 0.5, device=device)
+        reason = path.why_not(problem, probe, probe)
+        if name == "cuda" and device == "cpu":
+            reason = "no CUDA device"
+        told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"
+        if name == "c" and reason is None:
+            told += f", compiled by {' '.join(c.compiler())}"
+        table.add_row(f"path {name}", told)
+    directory = build.cache_directory()
+    files = [f for f in directory.glob("*") if f.suffix in (".so", ".cubin")] if directory.exists() else []
+    size = sum(f.stat().st_size for f in files) / 2**20
+    table.add_row("cache", f"{directory} ({len(files)} kernels, {size:.1f} MiB)")
+    console.print(table)
+
+
+@app.command()
+def check() -> None:
+    """Check every path on this machine against float64: the truth table and a random grid.
+
+    Exit status 1 if anything is off.
+    """
+    with _progress(check_module.steps()) as progress:
+        outcomes = list(check_module.run(progress))
+    table = Table("path", "what", "checks", "worst error / budget", "verdict")
+    for o in outcomes:
+        verdict = "[green]right[/]" if not o.failures else f"[red]{len(o.failures)} wrong[/]"
+        worst = f"{o.worst:.2f}" if o.worst else ""
+        table.add_row(o.path, o.group, str(o.checks), worst, verdict)
+    console.print(table)
+    for o in outcomes:
+        for failure in o.failures:
+            console.print(f"[red]{o.path}, {o.group}:[/] {failure}")
+    if any(o.failures for o in outcomes):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    shape: Annotated[str, typer.Option(help="Rows x vocabulary.")] = "16384x16384",
+    dtype: Annotated[str, typer.Option(help=", ".join(bench_module.DTYPES) + ".")] = "float32",
+    form: Form = "probs",
+    kind: Kind = "kl",
+    device: Annotated[str, typer.Option(help="cuda or cpu; by default the best there is.")] = "",
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed runs of each; the median counts.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG.")] = None,
+) -> None:
+    """Time a loss beside its rivals, against the speed of reading its inputs in the same run.
+
+    The default is KernelBench level 1, problem 98. Each result is checked against float64, in total and
+    row by row. With too little memory fewer rows are taken, and that is said.
+    """
+    rows, vocab = _parse_shape(shape)
+    _one_of("--dtype", dtype, bench_module.DTYPES)
+    _one_of("--form", form, FORMS)
+    _one_of("--kind", kind, DIVERGENCES)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _one_of("--device", device, ("cuda", "cpu"))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
+    for option, path in (("--json", json_path), ("--plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    repeats = repeats or (20 if device == "cuda" else 3)
+    with _progress(10) as progress:
+        result = bench_module.bench(rows, vocab, dtype, form, kind, device, repeats, progress)
+    _show(result)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result, indent=2) + "\n")
+    if plot is not None:
+        bench_module.plot(result, plot)
+    if result["worst_row_error"] > ROW_BUDGET[dtype]:
+        console.print(f"[red]a row is off by {result['worst_row_error']:.1e}[/]")
+        raise typer.Exit(1)
+
+
+# A row's terms have both signs: near p = q its relative error is more than its terms'.
+ROW_BUDGET = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-3, "float16": 1e-3}
+
+
+def _parse_shape(shape: str) -> tuple[int, int]:
+    parts = shape.lower().split("x")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(
+            f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape"
+        )
+    return int(parts[0]), int(parts[1])
+
+
+def _show(result: dict[str, Any]) -> None:
+    case, origin = result["case"], result["provenance"]
+    console.print(
+        f"{case['kind']} from {case['form']}, {case['rows']} x {case['vocab']} {case['dtype']}, "
+        f"{origin['device']}, torch {origin['torch']}",
+        highlight=False,
+    )
+    if case["rows"] < result["rows_asked"]:
+        console.print(f"[yellow]{result['rows_asked']} rows asked for; memory is short[/]")
+    table = Table("", "task", "ms", "of the ceiling", "kullback is", "error", "peak MiB")
+    ours = {e["task"]: e["seconds"] for e in result["results"] if e["name"] == "kullback"}
+    for e in result["results"]:
+        name = e["name"] + (f" ({e['ran_on']})" if "ran_on" in e else "")
+        if "failed" in e:
+            table.add_row(name, e["task"], "failed", "", "", e["failed"], "")
+            continue
+        times = e["seconds"] / ours[e["task"]]
+        peak = "" if e["peak_bytes"] is None else f"{e['peak_bytes'] / 2**20:.0f}"
+        table.add_row(
+            name,
+            e["task"],
+            f"{e['seconds'] * 1e3:.4g}",
+            f"{e['of_ceiling']:.2f}",
+            "" if e["name"] == "kullback" else f"{times:.2f} x as fast",
+            f"{e['error']:.0e}",
+            peak,
+        )
+    console.print(table)
+    console.print(
+        f"ceiling: reading both inputs takes {result['read_seconds'] * 1e3:.4g} ms "
+        f"({result['read_terabytes_a_second']:.3g} TB/s); with a gradient, half as long again. "
+        f"Worst row against float64: {result['worst_row_error']:.0e}.",
+        highlight=False,
+    )
+
+
+@app.command()
+def show(
+    kind: Annotated[str, typer.Argument(help=f"The divergence: {', '.join(DIVERGENCES)}.")],
+    form: Form = "probs",
+    target_form: Annotated[str, typer.Option(help="What the target holds; by default as the input.")] = "",
+) -> None:
+    """Print the functor that is pasted into the C and CUDA templates."""
+    _one_of("KIND", kind, DIVERGENCES)
+    _one_of("--form", form, FORMS)
+    _one_of("--target-form", target_form or form, FORMS)
+    problem = Problem(kind, form, target_form or form)
+    typer.echo(f"/* {kind}: {documentation(kind)} */\n")
+    typer.echo(print_functor(problem), nl=False)
+
+
+@export_app.command("kernelbench")
+def export_kernelbench(
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; by default printed.")] = None,
+) -> None:
+    """KernelBench level 1, problem 98, as one Python file that needs torch and nvcc only."""
+    text = kernelbench.standalone()
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
+    output.write_text(text)

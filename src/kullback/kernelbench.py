@@ -1,0 +1,110 @@
+"""The original system: KernelBench level 1, problem 98, and its kernel as one standalone file."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kullback.backends import cuda
+from kullback.backends.cuda import plan
+from kullback.functional import kl_div
+
+ROWS = VOCAB = 16384
+
+
+class ModelNew(nn.Module):
+    """`F.kl_div(torch.log(predictions), targets, reduction="batchmean")` of the problem, 0-d, with gradients.
+
+    >>> import torch
+    >>> from kullback.kernelbench import ModelNew
+    >>> ModelNew()(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
+    tensor(0.6931)
+    """
+
+    def forward(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return kl_div(predictions, targets, "batchmean", form="probs")
+
+
+def inputs(rows: int = ROWS, vocab: int = VOCAB, **options: object) -> tuple[Tensor, Tensor]:
+    """Predictions and targets as the problem draws them: softmaxed uniform logits, the first scaled at random."""
+    scale = torch.rand(())
+    predictions = (torch.rand(rows, vocab, **options) * scale.item()).softmax(-1)  # type: ignore[call-overload]
+    return predictions, torch.rand(rows, vocab, **options).softmax(-1)  # type: ignore[call-overload]
+
+
+def standalone() -> str:
+    """One Python file that needs torch and nvcc only: the row kernel of the problem, built by load_inline."""
+    shape = plan.shape(plan.THREADS, True, torch.float32, torch.float32, 0)
+    variant = cuda.Variant(
+        "kl",
+        "probs",
+        "probs",
+        torch.float32,
+        torch.float32,
+        torch.float64,
+        torch.float32,
+        True,
+        (False, False),
+        shape,
+    )
+    return STANDALONE.replace("@KERNEL@", cuda.source(variant))
+
+
+STANDALONE = '''\
+"""KL divergence of KernelBench level 1, problem 98: each tensor is read once, in one launch.
+
+Printed by `kullback export kernelbench` (https://pypi.org/project/kullback).
+"""
+
+import torch
+from torch import nn
+from torch.utils.cpp_extension import load_inline
+
+cuda_source = r"""
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/extension.h>
+
+namespace kullback {
+@KERNEL@
+}
+
+torch::Tensor kl_div_forward_cuda(torch::Tensor predictions, torch::Tensor targets)
+{
+    TORCH_CHECK(predictions.is_cuda() && targets.device() == predictions.device(), "inputs must be on one CUDA device");
+    TORCH_CHECK(predictions.scalar_type() == torch::kFloat32 && targets.scalar_type() == torch::kFloat32,
+                "inputs must be float32");
+    TORCH_CHECK(predictions.sizes() == targets.sizes() && predictions.dim() > 0, "inputs must have one shape");
+    const c10::cuda::CUDAGuard guard(predictions.device());
+    const auto x = predictions.contiguous(), y = targets.contiguous();
+    int resident = 0;
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kullback::kullback_rows, THREADS, 0));
+    const long long count = x.numel(), tile = (long long)THREADS * WIDTH * UNROLL;
+    const long long full = (long long)resident * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const long long blocks = std::max(1LL, std::min(full, (count + tile - 1) / tile));
+    auto workspace = torch::zeros({blocks + 1}, x.options().dtype(torch::kFloat64));
+    auto result = torch::empty({}, x.options());
+    double *partial = workspace.data_ptr<double>();
+    kullback::kullback_rows<<<blocks, THREADS, 0, at::cuda::getCurrentCUDAStream()>>>(
+        x.data_ptr<float>(), y.data_ptr<float>(), nullptr, nullptr, nullptr, nullptr, result.data_ptr<float>(), partial,
+        (unsigned *)(partial + blocks), 1, count, count, count, 1.0 / x.size(0), 0.0);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    return result;
+}
+"""
+
+cpp_source = "torch::Tensor kl_div_forward_cuda(torch::Tensor predictions, torch::Tensor targets);"
+
+kl_div = load_inline(
+    name="kullback_kl_div",
+    cpp_sources=cpp_source,
+    cuda_sources=cuda_source,
+    functions=["kl_div_forward_cuda"],
+    extra_cuda_cflags=["-O3"],
+)
+
+
+class ModelNew(nn.Module):
+    def forward(self, predictions, targets):
+        return kl_div.kl_div_forward_cuda(predictions, targets)
+'''

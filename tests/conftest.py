@@ -1,0 +1,53 @@
+"""Samples and paths that all tests share."""
+
+import pytest
+import torch
+
+import kullback
+from kullback.backends import c
+
+
+def pytest_configure(config):
+    torch.manual_seed(0)
+
+
+def _paths():
+    yield pytest.param("torch", id="torch")
+    yield pytest.param("c", id="c")
+    yield pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=list(_paths()))
+def path(request):
+    """Each path in turn, forced; `device` is where its tensors lie."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.fail("the gpu suite needs a CUDA device")
+    if request.param == "c":
+        c.compiler()
+    with kullback.backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def device(path):
+    return "cuda" if path == "cuda" else "cpu"
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(1)
+
+
+def sample(form, shape, generator, dtype=torch.float32, scale=2.0):
+    """A random row of that form: normalised probabilities, their logarithms, or logits."""
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    if form == "logits":
+        return logits.to(dtype)
+    return (logits.softmax(-1) if form == "probs" else logits.log_softmax(-1)).to(dtype)
+
+
+def relative_error(ours, truth):
+    """‖ours - truth‖ / ‖truth‖; 0 where both are 0."""
+    ours, truth = ours.detach().double().cpu(), truth.detach().double().cpu()
+    difference = (ours - truth).norm()
+    return 0.0 if difference == 0 else (difference / truth.norm()).item()

@@ -1,0 +1,175 @@
+"""Any stride, offset, length and dimension gives what the contiguous tensor gives; and the main workload."""
+
+import itertools
+
+import pytest
+import torch
+
+import kullback
+from kullback.divergences import DIVERGENCES
+from tests import oracle
+from tests.conftest import relative_error, sample
+
+VOCABS = (1, 3, 35, 1271, 50257)
+
+
+def losses_and_gradients(x, y, kind="kl", form="probs", weight=None, reduction="none"):
+    a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
+    loss = kullback.divergence(
+        a, b, kind, form=form, row_weight=weight, reduction=reduction, **oracle.PARAMETERS[kind]
+    )
+    upstream = torch.linspace(0.5, 2, loss.numel(), device=x.device).reshape(loss.shape)
+    loss.backward(upstream)
+    return loss.detach(), a.grad, b.grad
+
+
+def same(x, y, like_x, like_y, **options):
+    for reduction in ("none", "sum"):
+        ours = losses_and_gradients(x, y, reduction=reduction, **options)
+        theirs = losses_and_gradients(like_x, like_y, reduction=reduction, **options)
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative_error(a, b) <= 1e-6
+
+
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_storage_offsets(form, vocab, dtype, path, device, generator):
+    x, y = (sample(form, (3, vocab), generator, dtype).to(device) for _ in range(2))
+    for offset, other in [(1, 0), (0, 1), (1, 1), (2, 3), (5, 4), (6, 7), (7, 7)]:
+        moved = []
+        for t, by in ((x, offset), (y, other)):
+            storage = torch.zeros(t.numel() + 8, dtype=dtype, device=device)
+            storage[by : by + t.numel()] = t.flatten()
+            moved.append(storage[by : by + t.numel()].view(t.shape))
+        same(*moved, x, y, form=form)
+
+
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("kind", ["kl", "renyi"])
+def test_strides(form, kind, path, device, generator):
+    x, y = (sample(form, (6, 40), generator).to(device) for _ in range(2))
+    wide = torch.full((6, 50), float("nan"), device=device)
+    wide[:, 3:43] = x
+    views = {
+        "sliced vocabulary": (wide[:, 3:43], y),
+        "transposed": (x.t().contiguous().t(), y.t().contiguous().t()),
+        "every other element": (x.repeat_interleave(2, 1)[:, ::2], y),
+        "every other row": (x.repeat_interleave(2, 0)[::2], y),
+    }
+    for a, b in views.values():
+        same(a, b, x, y, kind=kind, form=form)
+        same(b, a, y, x, kind=kind, form=form)
+    same(x[:1].expand(6, 40), y, x[:1].repeat(6, 1), y, kind=kind, form=form)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 1, 3, 5), (1, 2, 2, 3, 5)])
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+def test_leading_dimensions_are_rows(shape, kind, path, device, generator):
+    for form in oracle.FORMS:
+        x, y = (sample(form, shape, generator).to(device) for _ in range(2))
+        options = {"form": form, "reduction": "none", **oracle.PARAMETERS[kind]}
+        rows = kullback.divergence(x, y, kind, **options)
+        assert rows.shape == shape[:-1]
+        flat = kullback.divergence(x.reshape(-1, 5), y.reshape(-1, 5), kind, **options)
+        assert torch.equal(rows.flatten(), flat.flatten())
+        permuted = x.movedim(0, -2) if len(shape) > 2 else x
+        other = y.movedim(0, -2) if len(shape) > 2 else y
+        assert relative_error(kullback.divergence(permuted, other, kind, **options).sum(), rows.sum()) < 1e-6
+
+
+@pytest.mark.parametrize("vocab", [0, *VOCABS])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation"])
+def test_lengths(vocab, kind, path, device, generator):
+    for form in oracle.FORMS:
+        if vocab == 0 and form == "logits":
+            continue
+        x, y = (sample(form, (4, vocab), generator).to(device) for _ in range(2))
+        ours = losses_and_gradients(x, y, kind, form)
+        a, b = x.double().requires_grad_(), y.double().requires_grad_()
+        truth = oracle.divergence(a, b, kind, form, **oracle.PARAMETERS[kind])
+        truth.backward(torch.linspace(0.5, 2, 4, device=device).double())
+        for one, other in zip(ours, (truth, a.grad, b.grad), strict=True):
+            assert one.shape == other.shape
+            # a vocabulary of one has only rounding to show
+            assert relative_error(one, other) <= 2e-6 or (one - other).abs().max() < 1e-6
+
+
+def test_upstream_gradients_of_any_stride(path, device, generator):
+    x = sample("probs", (4, 3, 33), generator).to(device)
+    y = sample("probs", (4, 3, 33), generator).to(device)
+    plain = torch.randn(4, 3, generator=generator).to(device)
+    upstreams = [
+        plain.t().contiguous().t(),
+        torch.cat([plain, plain], 1)[:, :3],
+        torch.ones((), device=device).expand(4, 3),
+        plain[:1].expand(4, 3),
+        plain.repeat_interleave(2, 1)[:, ::2],
+    ]
+    for upstream in upstreams:
+        a = x.clone().requires_grad_()
+        b = x.clone().requires_grad_()
+        kullback.divergence(a, y, form="probs", reduction="none").backward(upstream)
+        kullback.divergence(b, y, form="probs", reduction="none").backward(upstream.contiguous())
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_row_alone_equals_the_row_in_a_batch(path, device, generator):
+    for form, kind, vocab in itertools.product(oracle.FORMS, DIVERGENCES, (5, 130, 5000)):
+        x, y = (sample(form, (9, vocab), generator).to(device) for _ in range(2))
+        options = {"form": form, "reduction": "none", **oracle.PARAMETERS[kind]}
+        together = kullback.divergence(x, y, kind, **options)
+        for row in (0, 4, 8):
+            alone = kullback.divergence(x[row : row + 1].clone(), y[row : row + 1].clone(), kind, **options)
+            # The tensor path guards a whole chunk or none of it, and torch's kernels vary with the shape.
+            if path == "torch":
+                torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-7)
+            else:
+                assert torch.equal(alone[0], together[row])
+
+
+def test_two_runs_are_equal_to_the_bit(path, device, generator):
+    x, y = (sample("probs", (50, 3000), generator).to(device) for _ in range(2))
+    first = kullback.kl_div(x, y, "sum", form="probs")
+    for _ in range(5):
+        assert torch.equal(kullback.kl_div(x, y, "sum", form="probs"), first)
+
+
+def test_threads_do_not_change_a_bit(generator):
+    x, y = (sample("probs", (300, 2000), generator) for _ in range(2))
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        with kullback.backend("c"):
+            for count in (1, 2, 3, 7):
+                torch.set_num_threads(count)
+                results.append(kullback.kl_div(x, y, "sum", form="probs"))
+                results.append(kullback.divergence(x, y, form="probs", row_weight=torch.ones(300), reduction="sum"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(r, results[0]) for r in results[::2])
+    assert all(torch.equal(r, results[1]) for r in results[1::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_no_element_is_left_out(dtype, path, device, generator):
+    """The main workload's shape in small: NaN in any one element must reach the result."""
+    x, y = (torch.rand(64, 4096, generator=generator).softmax(-1).to(dtype).to(device) for _ in range(2))
+    assert torch.isfinite(kullback.kl_div(x, y, "batchmean", form="probs"))
+    for index in torch.randint(x.numel(), (150,), generator=generator).tolist() + [0, x.numel() - 1]:
+        for t in (x, y):
+            kept = t.view(-1)[index].item()
+            t.view(-1)[index] = float("nan")
+            assert torch.isnan(kullback.kl_div(x, y, "batchmean", form="probs")), index
+            t.view(-1)[index] = kept
+
+
+def test_rows_longer_than_a_chunk(path, device, generator):
+    x, y = (sample("probs", (2, 700_001), generator).to(device) for _ in range(2))
+    truth = oracle.divergence(x, y, "kl", "probs")
+    torch.testing.assert_close(
+        kullback.divergence(x, y, form="probs", reduction="none").double(), truth, rtol=2e-6, atol=0
+    )
+    torch.testing.assert_close(
+        kullback.kl_div(x.flatten(), y.flatten(), "sum", form="probs").double(), truth.sum(), rtol=2e-6, atol=0
+    )

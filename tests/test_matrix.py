@@ -1,0 +1,125 @@
+"""Every kind x form pair x reduction x dtype on every path, values and both gradients, against the oracle.
+
+The budget is torch's own: twice the error of the textbook formula run in the same dtype, and 2 ulp.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import kullback
+from kullback.divergences import DIVERGENCES
+from tests import oracle
+from tests.conftest import relative_error, sample
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROWS, VOCAB = 6, 67
+# Where the reference has one pair of temperatures both are tried.
+TEMPERATURE, TARGET_TEMPERATURE = 1.5, 0.8
+
+
+def temperatures(form, target_form):
+    return {
+        "temperature": TEMPERATURE if form == "logits" else 1.0,
+        "target_temperature": TARGET_TEMPERATURE if target_form == "logits" else 1.0,
+    }
+
+
+def reduce(rows, weight, reduction):
+    if reduction == "none":
+        return rows * weight
+    total = (rows * weight).sum()
+    return total if reduction == "sum" else total / weight.sum()
+
+
+def textbook_in(dtype, x, y, kind, form, target_form, **options):
+    """The textbook formula with every tensor in `dtype`, for its error."""
+
+    def masses(t, form, temperature):
+        if form == "logits":
+            return (t / temperature).softmax(-1)
+        return t.exp() if form == "log_probs" else t
+
+    q = masses(x, form, options.pop("temperature"))
+    p = masses(y, target_form, options.pop("target_temperature"))
+    return oracle.rows(kind, p, q, **options).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("form", "target_form"), [*itertools.product(oracle.FORMS, repeat=2)])
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+def test_values_and_gradients(kind, form, target_form, dtype, path, device, generator):
+    x = sample(form, (ROWS, VOCAB), generator, dtype)
+    y = sample(target_form, (ROWS, VOCAB), generator, dtype)
+    weight = torch.rand(ROWS, generator=generator, dtype=torch.float64)
+    weight[2] = 0
+    upstream = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    options = {**temperatures(form, target_form), **oracle.PARAMETERS[kind]}
+    ulp = torch.finfo(dtype).eps
+    loss_ulp = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+    def run(formula, a, b, reduction):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        loss = formula(a, b, reduction)
+        cotangent = upstream.to(loss) if reduction == "none" else torch.tensor(1.7).to(loss)
+        return loss, *torch.autograd.grad(loss, (a, b), cotangent)
+
+    def truth(a, b, reduction):
+        rows = oracle.divergence(a, b, kind, form, target_form, **options)
+        return reduce(rows, weight, reduction)
+
+    def plain(a, b, reduction):
+        rows = textbook_in(dtype, a, b, kind, form, target_form, **options)
+        return reduce(rows, weight.to(dtype), reduction)
+
+    def ours(a, b, reduction):
+        return kullback.divergence(
+            a,
+            b,
+            kind,
+            form=form,
+            target_form=target_form,
+            row_weight=weight.to(device),
+            reduction=reduction,
+            **options,
+        )
+
+    for reduction in ("none", "sum", "mean"):
+        expected = run(truth, x.double(), y.double(), reduction)
+        reference = run(plain, x, y, reduction)
+        actual = run(ours, x.to(device), y.to(device), reduction)
+        for index, (a, r, e) in enumerate(zip(actual, reference, expected, strict=True)):
+            representable = e.abs() <= torch.finfo(a.dtype).max
+            assert torch.isinf(a[~representable]).all()
+            a, r, e = (torch.where(representable.to(t.device), t, 0.0) for t in (a, r, e))
+            reference_error = relative_error(r, e)
+            budget = 2 * (ulp if index else loss_ulp)
+            budget += 2 * reference_error if math.isfinite(reference_error) else ulp
+            if dtype == torch.float64:  # the oracle is float64 too: both are off by a few roundings
+                budget = 2e-14
+            if index == 0:  # a loss of ours is float32 or better: it may not hide behind bf16's error
+                budget = min(budget, 64 * loss_ulp)
+            elif dtype == torch.float32:
+                budget = min(budget, 1e-6)
+            assert relative_error(a, e) <= budget, (
+                reduction,
+                ("value", "input", "target")[index],
+                relative_error(a, e),
+                budget,
+            )
+
+
+def test_no_weight_is_weight_one(path, device, generator):
+    for form in oracle.FORMS:
+        x, y = (sample(form, (ROWS, VOCAB), generator).to(device) for _ in range(2))
+        ones = torch.ones(ROWS, device=device)
+        for kind, reduction in itertools.product(DIVERGENCES, ("none", "sum", "mean")):
+            options = {"form": form, "reduction": reduction, **oracle.PARAMETERS[kind]}
+            torch.testing.assert_close(
+                kullback.divergence(x, y, kind, **options),
+                kullback.divergence(x, y, kind, row_weight=ones, **options),
+                rtol=1e-6,
+                atol=0,
+            )

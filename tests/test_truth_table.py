@@ -1,0 +1,232 @@
+"""What happens at zero, at the infinities, at NaN and among subnormal numbers."""
+
+import math
+
+import pytest
+import torch
+
+import kullback
+from kullback.divergences import DIVERGENCES
+from tests import oracle
+from tests.conftest import sample
+
+INF, NAN = math.inf, math.nan
+TINY = 1e-42  # subnormal in float32
+
+# p, q -> term of kl, its derivative in q, in p (probabilities)
+KL = [
+    (0.5, 0.25, 0.5 * math.log(2), -2.0, math.log(2) + 1),
+    (0.0, 0.5, 0.0, 0.0, 0.0),
+    (0.0, 0.0, 0.0, 0.0, 0.0),
+    (0.5, 0.0, INF, -INF, INF),
+    (-0.1, 0.5, NAN, 0.2, NAN),
+    (0.5, -0.1, NAN, 5.0, NAN),
+    (-0.1, -0.1, NAN, -1.0, NAN),
+    (NAN, 0.5, NAN, NAN, NAN),
+    (0.5, NAN, NAN, NAN, NAN),
+    (0.0, NAN, NAN, None, NAN),
+    (0.5, TINY, 0.5 * (math.log(0.5) - math.log(TINY)), -INF, math.log(0.5) - math.log(TINY) + 1),
+    (TINY, 0.5, TINY * math.log(TINY / 0.5), -TINY / 0.5, math.log(TINY / 0.5) + 1),
+    (TINY, TINY, 0.0, -1.0, 1.0),
+]
+
+
+def close(actual, expected, rtol=1e-3):
+    if expected is None:
+        return True
+    if math.isnan(expected):
+        return math.isnan(actual)
+    # A subnormal float32 such as 1e-42 has ten bits.
+    return actual == expected or math.isclose(actual, expected, rel_tol=rtol, abs_tol=1e-42)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("p", "q", "value", "d_q", "d_p"), KL)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("vocab", [1, 5, 64])
+def test_kl_of_probabilities(p, q, value, d_q, d_p, dtype, fused, vocab, path, device):
+    """One element among harmless ones (p = q, which add nothing to the value)."""
+    x, y = (torch.full((1, vocab), 0.25, dtype=dtype, device=device) for _ in range(2))
+    at = vocab // 2
+    x[0, at], y[0, at] = q, p
+    x.requires_grad_()
+    y.requires_grad_()
+    loss = kullback.divergence(x, y, form="probs", reduction="sum" if fused else "none")
+    loss.sum().backward()
+    assert close(loss.sum().item(), value)
+    assert close(x.grad[0, at].item(), d_q if dtype == torch.float32 or q != TINY else -0.5 / TINY)
+    assert close(y.grad[0, at].item(), d_p)
+
+
+# y, x -> target's and input's log-masses; term, its derivative in x, in y
+KL_LOG = [
+    (-INF, -1.0, 0.0, 0.0, 0.0),
+    (-INF, -INF, 0.0, 0.0, 0.0),
+    (-1.0, -INF, INF, -math.exp(-1), INF),
+    (NAN, -1.0, NAN, NAN, NAN),
+    (-1.0, NAN, NAN, -math.exp(-1), NAN),
+    (-90.0, -1.0, math.exp(-90) * -89, -math.exp(-90), math.exp(-90) * -88),
+    (-1.0, -90.0, math.exp(-1) * 89, -math.exp(-1), math.exp(-1) * 90),
+]
+
+
+@pytest.mark.parametrize(("y", "x", "value", "d_x", "d_y"), KL_LOG)
+@pytest.mark.parametrize("vocab", [1, 5, 64])
+def test_kl_of_log_probabilities(y, x, value, d_x, d_y, vocab, path, device):
+    a, b = (torch.full((1, vocab), -2.0, device=device) for _ in range(2))
+    at = vocab // 2
+    a[0, at], b[0, at] = x, y
+    a.requires_grad_()
+    b.requires_grad_()
+    loss = kullback.divergence(a, b, form="log_probs", reduction="sum")
+    loss.backward()
+    assert close(loss.item(), value)
+    assert close(a.grad[0, at].item(), d_x)
+    assert close(b.grad[0, at].item(), d_y)
+
+
+def limits(kind):
+    """What a kind is where p = 0 < q, and where q = 0 < p, for the masses q (or p) = 0.5: by hand."""
+    w, a, s = 0.3, oracle.PARAMETERS.get(kind, {}).get("alpha"), 0.2
+    return {
+        "kl": (0.0, INF),
+        "reverse_kl": (INF, 0.0),
+        "jeffreys": (INF, INF),
+        "jensen_shannon": (-(1 - w) * 0.5 * math.log(1 - w), -w * 0.5 * math.log(w)),
+        "skew_kl": (0.0, -0.5 * math.log(s)),
+        "total_variation": (0.25, 0.25),
+        "hellinger": (0.25, 0.25),
+        "chi2": (0.5, INF),
+        "alpha": (0.0, 0.0),  # of -p^a q^(1-a) / (a(1-a)), beside what harmless elements give
+        "renyi": (0.0, 0.0),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+def test_one_side_zero(kind, form, path, device):
+    base = torch.tensor([[0.5, 0.0, 0.0, 0.25]], device=device)
+    other = base.clone()
+    other[0, 0] = 0.0
+    for index, (x, y) in enumerate([(base, other), (other, base)]):
+        if form == "log_probs":
+            x, y = x.log(), y.log()
+        loss = kullback.divergence(
+            x, y, kind, form=form, reduction="none", **oracle.PARAMETERS[kind]
+        ).item()
+        expected = limits(kind)[index]
+        if kind == "alpha":
+            a = oracle.PARAMETERS[kind]["alpha"]
+            expected = (1 - 0.25) / (a * (1 - a))
+        if kind == "renyi":
+            expected = math.log(0.25) / (oracle.PARAMETERS[kind]["alpha"] - 1)
+        assert close(loss, expected, 1e-5), (x, y)
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_bad_elements_stay_in_their_row(kind, form, bad, path, device, generator):
+    x, y = (sample(form, (5, 300), generator).to(device) for _ in range(2))
+    options = {"form": form, "reduction": "none", **oracle.PARAMETERS[kind]}
+    clean = kullback.divergence(x, y, kind, **options)
+    x[1, 17] = bad
+    y[3, 250] = bad
+    losses = kullback.divergence(x, y, kind, **options)
+    assert torch.equal(losses[[0, 2, 4]], clean[[0, 2, 4]])
+    if math.isnan(bad) or form == "logits":
+        assert torch.isnan(losses[[1, 3]]).all()
+    x.requires_grad_()
+    y.requires_grad_()
+    kullback.divergence(x, y, kind, **{**options, "reduction": "sum"}).backward()
+    for gradient in (x.grad, y.grad):
+        assert torch.isfinite(gradient[[0, 2, 4]]).all()
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+def test_masked_vocabulary(kind, path, device, generator):
+    """-inf logits on both sides are columns that are not there."""
+    x, y = (sample("logits", (4, 40), generator).to(device) for _ in range(2))
+    wide_x, wide_y = (torch.full((4, 70), -INF, device=device) for _ in range(2))
+    wide_x[:, 10:50], wide_y[:, 10:50] = x, y
+    results = []
+    for a, b in ((x, y), (wide_x, wide_y)):
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        loss = kullback.divergence(a, b, kind, **oracle.PARAMETERS[kind])
+        loss.backward()
+        results.append((loss.detach(), a.grad, b.grad))
+    (loss, d_x, d_y), (wide_loss, wide_d_x, wide_d_y) = results
+    torch.testing.assert_close(wide_loss, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(wide_d_x[:, 10:50], d_x, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(wide_d_y[:, 10:50], d_y, rtol=1e-5, atol=1e-9)
+    for gradient in (wide_d_x, wide_d_y):
+        assert (gradient[:, :10] == 0).all()
+        assert (gradient[:, 50:] == 0).all()
+
+
+def test_logits_where_the_input_lacks_mass(path, device):
+    """p > 0 where q = 0: kl is +inf, the input's gradient q - p is finite."""
+    x = torch.tensor([[0.0, 0.0, -INF]], device=device, requires_grad=True)
+    y = torch.zeros(1, 3, device=device)
+    loss = kullback.divergence(x, y)
+    loss.backward()
+    assert loss.item() == INF
+    torch.testing.assert_close(x.grad.cpu(), torch.tensor([[1 / 6, 1 / 6, -1 / 3]]))
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("weight_type", ["float", "bool"])
+def test_garbage_in_rows_without_weight_leaks_nowhere(
+    kind, form, reduction, weight_type, path, device, generator
+):
+    x, y = (sample(form, (5, 130), generator).to(device) for _ in range(2))
+    weight = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0], device=device)
+    if weight_type == "bool":
+        weight = weight != 0
+    options = {"form": form, "row_weight": weight, "reduction": reduction, **oracle.PARAMETERS[kind]}
+
+    def run():
+        a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+        loss = kullback.divergence(a, b, kind, **options)
+        loss.sum().backward()
+        return loss.detach(), a.grad, b.grad
+
+    clean = run()
+    for garbage in (NAN, INF, -INF, -1.0):
+        x[1], y[3] = garbage, garbage
+        for ours, expected in zip(run(), clean, strict=True):
+            assert torch.equal(ours, expected)
+        assert (clean[1][[1, 3]] == 0).all()
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("form", oracle.FORMS)
+def test_no_weight_at_all_is_zero(kind, form, path, device, generator):
+    x, y = (sample(form, (3, 8), generator).to(device).requires_grad_() for _ in range(2))
+    options = {"form": form, **oracle.PARAMETERS[kind]}
+    for normalizer in (None, 5.0, torch.tensor(0.0, device=device)):
+        loss = kullback.divergence(
+            x, y, kind, row_weight=torch.zeros(3, device=device), normalizer=normalizer, **options
+        )
+        gradients = torch.autograd.grad(loss, (x, y))
+        assert loss.item() == 0
+        assert all((g == 0).all() for g in gradients)
+    empty = x[:0]
+    loss = kullback.divergence(empty, y[:0], kind, **options)
+    assert loss.item() == 0
+    loss.backward()
+    assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_identical_logits_give_exactly_nothing(kind, dtype, path, device, generator):
+    x = sample("logits", (7, 1271), generator, dtype).to(device).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    loss = kullback.divergence(x, y, kind, reduction="none", **oracle.PARAMETERS[kind])
+    loss.sum().backward()
+    assert (loss == 0).all()
+    assert (x.grad == 0).all()
+    assert (y.grad == 0).all()
