@@ -36,6 +36,8 @@ def test_agrees_with_torch(shape, dtype, path, device, generator):
         x = sample(form, shape or (1,), generator, dtype).reshape(shape).to(device)
         y = sample("log_probs" if log_target else "probs", shape or (1,), generator, dtype)
         y = y.reshape(shape).to(device)
+        if dtype == torch.float16:  # zeros, where torch has NaN, are the truth table's
+            x, y = (t if t.min() < 0 else t.clamp_min(1e-5) for t in (x, y))
         for scale in (1.0, 3.0, 0.01):  # unnormalised just the same
             a = (x + math.log(scale) if form == "log_probs" else x * scale).requires_grad_()
             b = (y + math.log(scale) if log_target else y * scale).requires_grad_()
@@ -53,10 +55,8 @@ def test_agrees_with_torch(shape, dtype, path, device, generator):
             floor = 4 * eps * (truth.abs().max() + float(b.detach().double().abs().max()))
             assert error.abs().max() <= 2 * budget.abs().max() + floor
             for g, e in zip(gradients, expected, strict=True):
-                finite = torch.isfinite(e)  # 16-bit probabilities may be zero, their gradients not finite
-                torch.testing.assert_close(
-                    torch.where(finite, g, 0.0), torch.where(finite, e, 0.0).to(g), rtol=8 * eps, atol=8 * eps
-                )
+                # the target's gradient is the difference of two logarithms of size ten or so
+                torch.testing.assert_close(g, e.to(g), rtol=8 * eps, atol=32 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -163,7 +163,7 @@ def test_scipy_random(path, device, generator):
     x, y = (torch.rand(1000, generator=generator, dtype=torch.float64) * 10 for _ in range(2))
     x, y = x * 10.0 ** torch.randint(-100, 100, (1000,), generator=generator), y
     ours = kullback.kl_div(x.to(device), y.to(device), "none", form="probs").cpu()
-    torch.testing.assert_close(ours, torch.from_numpy(special.rel_entr(y, x).numpy()), rtol=1e-12, atol=0)
+    torch.testing.assert_close(ours, torch.from_numpy(special.rel_entr(y.numpy(), x.numpy())), rtol=1e-12, atol=0)
 
 
 def test_optax_golden_values():

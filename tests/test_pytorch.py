@@ -1,5 +1,7 @@
 """What a PyTorch operator owes: opcheck, gradcheck, transforms, compile, export, autocast, graphs, no syncs."""
 
+import functools
+
 import pytest
 import torch
 from torch.export import export
@@ -28,10 +30,12 @@ def test_gradcheck_and_gradgradcheck(kind, form, path, device, generator):
                 a, b, kind, form=form, reduction=reduction, row_weight=w, **oracle.PARAMETERS[kind]
             )
 
-        assert torch.autograd.gradcheck(function, (x, y))
-        assert torch.autograd.gradgradcheck(function, (x, y))
-        assert torch.autograd.gradcheck(function, (x, y.detach()))
-        assert torch.autograd.gradcheck(function, (x.detach(), y))
+        # A first backward hands over what forward wrote, a second computes it anew: other roundings.
+        check = functools.partial(torch.autograd.gradcheck, nondet_tol=1e-13)
+        assert check(function, (x, y))
+        assert check(function, (x, y.detach()))
+        assert check(function, (x.detach(), y))
+        assert torch.autograd.gradgradcheck(function, (x, y), nondet_tol=1e-13)
 
 
 def test_gradients_of_weight_and_normalizer(path, device, generator):
@@ -90,6 +94,8 @@ def test_func_transforms(form, path, device, generator):
     torch.testing.assert_close(second, truth)
 
 
+# Dynamo instantiates the class of an autograd.Function that it traces, and is warned of its own doing.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(dynamic, path, device, generator):
     torch._dynamo.reset()

@@ -8,7 +8,7 @@ import torch
 import kullback
 from kullback.divergences import DIVERGENCES
 from tests import oracle
-from tests.conftest import sample
+from tests.conftest import relative_error, sample
 
 INF, NAN = math.inf, math.nan
 TINY = 1e-42  # subnormal in float32
@@ -54,7 +54,7 @@ def test_kl_of_probabilities(p, q, value, d_q, d_p, dtype, fused, vocab, path, d
     loss = kullback.divergence(x, y, form="probs", reduction="sum" if fused else "none")
     loss.sum().backward()
     assert close(loss.sum().item(), value)
-    assert close(x.grad[0, at].item(), d_q if dtype == torch.float32 or q != TINY else -0.5 / TINY)
+    assert close(x.grad[0, at].item(), d_q if dtype == torch.float32 or q != TINY else -p / q)
     assert close(y.grad[0, at].item(), d_p)
 
 
@@ -157,8 +157,8 @@ def test_masked_vocabulary(kind, path, device, generator):
         results.append((loss.detach(), a.grad, b.grad))
     (loss, d_x, d_y), (wide_loss, wide_d_x, wide_d_y) = results
     torch.testing.assert_close(wide_loss, loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(wide_d_x[:, 10:50], d_x, rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(wide_d_y[:, 10:50], d_y, rtol=1e-5, atol=1e-9)
+    assert relative_error(wide_d_x[:, 10:50], d_x) <= 1e-6
+    assert relative_error(wide_d_y[:, 10:50], d_y) <= 1e-6
     for gradient in (wide_d_x, wide_d_y):
         assert (gradient[:, :10] == 0).all()
         assert (gradient[:, 50:] == 0).all()
@@ -197,7 +197,10 @@ def test_garbage_in_rows_without_weight_leaks_nowhere(
     for garbage in (NAN, INF, -INF, -1.0):
         x[1], y[3] = garbage, garbage
         for ours, expected in zip(run(), clean, strict=True):
-            assert torch.equal(ours, expected)
+            if path == "torch":  # guards a whole chunk where one row asks for it: other roundings
+                assert relative_error(ours, expected) <= 1e-6
+            else:
+                assert torch.equal(ours, expected)
         assert (clean[1][[1, 3]] == 0).all()
 
 

@@ -164,12 +164,15 @@ def _log_quotient(p: Tensor, q: Tensor) -> Tensor:
     both_zero = torch.eq(p, 0) & torch.eq(q, 0)
     quotient = torch.div(p, torch.where(both_zero, 1.0, q))
     direct = (torch.minimum(p, q) > tiny) & (quotient > tiny) & (quotient < 1 / tiny)
-    # The argument of each branch is kept harmless where the other is taken: autograd would
-    # otherwise multiply its zero by an infinite derivative.
-    near = torch.log(torch.where(direct, quotient, 1.0))
+    # Near 1 the quotient's rounding would be all that is left; the difference is exact. The argument of
+    # each branch is kept harmless where another is taken: autograd would otherwise multiply its zero by an
+    # infinite derivative.
+    close = direct & (quotient > 0.5) & (quotient < 2.0)
+    near = torch.log1p(torch.where(close, p - q, 0.0) / torch.where(close, q, 1.0))
+    middle = torch.log(torch.where(direct, quotient, 1.0))
     safe = direct | both_zero
     far = torch.log(torch.where(safe, 1.0, p)) - torch.log(torch.where(safe, 1.0, q))
-    return torch.where(direct, near, far)
+    return torch.where(close, near, torch.where(direct, middle, far))
 
 
 def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -459,8 +459,12 @@ _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lam
 
 
 def is_transformed() -> bool:
-    """Whether something traces or transforms this call and wants operators that are pure functions."""
-    return torch.compiler.is_compiling() or bool(_functorch_is_active())
+    """Whether something traces or transforms this call: it wants pure operators, and no way around autograd."""
+    if torch.compiler.is_compiling():
+        return True
+    # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
+    forward_mode = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return forward_mode or bool(_functorch_is_active())
 
 
 def total(
@@ -472,11 +476,11 @@ def total(
     dtype: torch.dtype,
 ) -> Tensor:
     """scale · Σ coefficient · loss, 0-d. In eager autograd the gradients are written in the same pass."""
-    arguments = (input, target, coefficient, scale, problem, dtype)
-    if not (torch.is_grad_enabled() and (input.requires_grad or target.requires_grad)):
-        return Total.forward(*arguments)
-    function = Total if is_transformed() else EagerTotal
-    return function.apply(*arguments)  # type: ignore[no-any-return]
+    if is_transformed():
+        return Total.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
+        return EagerTotal.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
+    return Total.forward(input, target, coefficient, scale, problem, dtype)
 
 
 def per_row(

@@ -84,7 +84,7 @@ INLINE real k_bregman(real z)
 
 /* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
    infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
-   tame_log of a normal positive number, tame_log1p, tame_ratio_or_zero. Kernels try this first and look at the range of
+   tame_log of a normal positive number, tame_log1p, tame_log_quotient, tame_ratio_or_zero. Kernels try this first and look at the range of
    what they read; where it was not tame they compute again. */
 
 #define tame_abs k_abs
@@ -96,7 +96,6 @@ INLINE real k_bregman(real z)
 
 INLINE real tame_mass_times(real mass, real x) { return mass * x; }
 INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
-INLINE real tame_log_quotient(real p, real q) { return tame_log(tame_ratio_or_zero(p, q)); }
 
 INLINE real tame_bregman(real z)
 {

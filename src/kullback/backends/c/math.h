@@ -21,7 +21,7 @@ typedef uint64_t ubits;
 #define RAISE 0x1p54
 #define RAISE_EXPONENT 54
 #define MANTISSA_BITS 52
-#define TWO_THIRDS 0x3fe5555555555555
+#define LOWEST_MANTISSA 0x3fe6a09e667f3bcd /* √½ */
 #define LN2_HIGH 0x1.62e42feep-1
 #define LN2_LOW 0x1.a39ef35793c76p-33
 #define EXP_LOWEST (-746.0)
@@ -39,7 +39,7 @@ typedef uint32_t ubits;
 #define RAISE 0x1p23f
 #define RAISE_EXPONENT 23
 #define MANTISSA_BITS 23
-#define TWO_THIRDS 0x3f2aaaab
+#define LOWEST_MANTISSA 0x3f2aaaab /* 2/3 */
 #define LN2_HIGH 0x1.62e4p-1f
 #define LN2_LOW 0x1.7f7d1cp-20f
 #define EXP_LOWEST (-105.0f)
@@ -62,11 +62,11 @@ INLINE real from_bits(bits x)
     return result;
 }
 
-/* log(1 + f) for f in [-1/3, 1/3], as f plus a small correction */
+/* log(1 + f) for f in [-1/3, 1/3] (double: [√½ - 1, √2 - 1]), as f plus a small correction */
 INLINE real log_correction(real f)
 {
 #if REAL_IS_DOUBLE
-    /* Remez fit of FreeBSD's e_log.c in s², s = f / (2 + f); its range is wider than ours. */
+    /* Remez fit of FreeBSD's e_log.c in s², s = f / (2 + f) */
     const real s = f / (2 + f), z = s * s, w = z * z;
     const real odd = w * (3.999999999940941908e-01 + w * (2.222219843214978396e-01 + w * 1.531383769920937332e-01));
     const real even = z * (6.666666666666735130e-01 + w * (2.857142874366239149e-01
@@ -86,11 +86,11 @@ INLINE real log_correction(real f)
 #endif
 }
 
-/* x = mantissa · 2^exponent, mantissa in [2/3, 4/3), of a normal x. No result leaves through a pointer: a
+/* x = mantissa · 2^exponent, mantissa in [2/3, 4/3) (double: [√½, √2)), of a normal x. No result leaves through a pointer: a
    variable whose address is taken keeps a loop from vectorising. */
 INLINE bits exponent_bits(real x)
 {
-    return ((bits)to_bits(x) - TWO_THIRDS) & ~(((bits)1 << MANTISSA_BITS) - 1);
+    return ((bits)to_bits(x) - LOWEST_MANTISSA) & ~(((bits)1 << MANTISSA_BITS) - 1);
 }
 
 /* log x where x is positive, finite and normal */
@@ -111,12 +111,22 @@ INLINE real k_log(real x)
     return x < 0 ? (real)NAN : positive;
 }
 
+/* log(p / q) where both and their quotient are positive, finite and normal. Near 1 the quotient's rounding
+   would be all that is left of it: there the difference, which is exact, is divided. */
+INLINE real tame_log_quotient(real p, real q)
+{
+    const real inverse = 1 / q, quotient = p * inverse;
+    const bits raised = exponent_bits(quotient);
+    const real exponent = (real)(raised >> MANTISSA_BITS), apart = from_bits((bits)to_bits(quotient) - raised) - 1;
+    const real f = raised == 0 ? (p - q) * inverse : apart;
+    return exponent * LN2_HIGH + (f + (log_correction(f) + exponent * LN2_LOW));
+}
+
 INLINE real k_log_quotient(real p, real q)
 {
-    const real quotient = p / q;
-    const int direct = (p >= SMALLEST_NORMAL) & (q >= SMALLEST_NORMAL) & (quotient >= SMALLEST_NORMAL)
-        & (quotient < (real)INFINITY);
-    const real near = tame_log(quotient), far = k_log(p) - k_log(q);
+    const real quotient = p / q, least = (real)1e-30, most = (real)1e30;
+    const int direct = (p >= least) & (p < most) & (q >= least) & (q < most) & (quotient >= least) & (quotient < most);
+    const real near = tame_log_quotient(p, q), far = k_log(p) - k_log(q);
     const real apart = direct ? near : far;
     return (p == 0) & (q == 0) ? (real)0 : apart;
 }

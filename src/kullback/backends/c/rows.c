@@ -9,11 +9,11 @@
 #else
 #define CLONES
 #endif
-#ifdef __GNUC__
 #define NOINLINE __attribute__((noinline))
-#endif
+#define PREFETCH(p) __builtin_prefetch(p)
 
-enum { SPAN = 4096, UNIT = 1 << 16 };
+/* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. */
+enum { SPAN = 512, UNIT = 1 << 16, CACHE_LINE = 64 };
 
 typedef struct {
     const X *x;
@@ -120,6 +120,11 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real term = 0, d_log_p = 0, d_log_q = 0;
         ubits wildest_x = 0, wildest_y = 0;
+        const int64_t next_end = end + SPAN < n ? end + SPAN : n;
+        for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(X))
+            PREFETCH(x + i);
+        for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
+            PREFETCH(y + i);
         SWEEP_SPAN(tame_element)
         if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW)) {
             term = d_log_p = d_log_q = 0;

@@ -87,9 +87,29 @@ INLINE real k_ratio_or_zero(real x, real y)
     return x == 0 && y == 0 ? (real)0 : x / y;
 }
 
+/* log(p / q) where both and their quotient are positive, finite and normal. Near 1 the quotient's rounding
+   would be all that is left of it: there the difference, which is exact, is divided. */
+INLINE real tame_log_quotient(real p, real q)
+{
+#if REAL_IS_DOUBLE
+    const real near = log1p((p - q) / q);
+    return k_abs(p - q) < (real)0.25 * q ? near : log(p / q);
+#else
+    const real inverse = tame_ratio_or_zero(1, q), z = (p - q) * inverse;
+    real sum = -0.1705002f;
+    sum = sum * z + 0.2031512f;
+    sum = sum * z - 0.2499665f;
+    sum = sum * z + 0.33331802f;
+    sum = sum * z - 0.50000006f;
+    const real near = sum * (z * z) + z, far = tame_log(p * inverse);
+    return k_abs(z) < 0.125f ? near : far;
+#endif
+}
+
 INLINE real k_log_quotient(real p, real q)
 {
-    const real quotient = p / q;
-    const bool direct = p >= SMALLEST_NORMAL && q >= SMALLEST_NORMAL && quotient >= SMALLEST_NORMAL && quotient < K_INFINITY;
-    return direct ? k_log(quotient) : p == 0 && q == 0 ? (real)0 : k_log(p) - k_log(q);
+    const real quotient = p / q, least = (real)1e-30, most = (real)1e30;
+    if (p >= least && p < most && q >= least && q < most && quotient >= least && quotient < most)
+        return tame_log_quotient(p, q);
+    return p == 0 && q == 0 ? (real)0 : k_log(p) - k_log(q);
 }

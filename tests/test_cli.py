@@ -1,0 +1,147 @@
+"""The command line, and the original system."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kullback
+from kullback import kernelbench
+from kullback.cli.commands import app
+from kullback.divergences import DIVERGENCES
+
+run = lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def test_help_teaches():
+    for command in ([], ["info"], ["check"], ["bench"], ["show"], ["export", "kernelbench"]):
+        result = run(*command, "--help")
+        assert result.exit_code == 0
+        assert len(result.output.splitlines()) > 5
+
+
+def test_info_names_every_path_and_the_cache():
+    output = run("info").output
+    for word in ("torch", "path cuda", "path c", "path torch", "cache", "kernels"):
+        assert word in output
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+def test_show_prints_the_functor(kind):
+    result = run("show", kind, "--form", "logits")
+    assert result.exit_code == 0
+    assert "INLINE Element k_element" in result.output
+
+
+def test_show_names_what_is_unknown():
+    result = run("show", "kll")
+    assert result.exit_code == 2
+    assert "'kll' is not one of kl" in re.sub(r"\s+│\s+", " ", result.output)
+
+
+def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch):
+    from kullback.cli import check, reference
+
+    monkeypatch.setattr(check, "paths", lambda: ["torch"])
+    monkeypatch.setattr(check, "SHAPES", [(5, 33)])
+    result = run("check")
+    assert result.exit_code == 0, result.output
+    assert "right" in result.output
+    true = reference.rows
+    monkeypatch.setattr(reference, "rows", lambda kind, *a, **k: true(kind, *a, **k) * (1 + (kind == "chi2")))
+    result = run("check")
+    assert result.exit_code == 1
+    assert "chi2" in result.output
+    assert "off by" in result.output
+
+
+def test_bench_measures_writes_and_draws(tmp_path):
+    out, png = tmp_path / "out.json", tmp_path / "out.png"
+    result = run(
+        *("bench", "--shape", "64x512", "--repeats", "1", "--device", "cpu"), "--json", str(out), "--plot", str(png)
+    )
+    assert result.exit_code == 0, result.output
+    data = json.loads(out.read_text())
+    assert data["case"] == {"rows": 64, "vocab": 512, "dtype": "float32", "form": "probs", "kind": "kl"}
+    names = {e["name"] for e in data["results"]}
+    assert names >= {"kullback", "eager", "torch.compile"}
+    assert all(e["error"] < 1e-4 for e in data["results"] if "error" in e)
+    assert {"device", "torch", "commit", "dirty", "date"} <= data["provenance"].keys()
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shape", "12"], "rows x vocabulary"),
+        (["--shape", "0x5"], "rows x vocabulary"),
+        (["--dtype", "int8"], "float32"),
+        (["--kind", "k"], "is not one of kl"),
+        (["--json", "/no/such/folder/x.json"], "no folder"),
+        (["--repeats", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_bench_refuses_before_any_work(arguments, words):
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+def test_without_its_extra_the_command_says_what_to_install():
+    code = (
+        "import importlib.util as u, sys; f = u.find_spec\n"
+        "u.find_spec = lambda n, *a: None if n == 'typer' else f(n, *a)\n"
+        "from kullback.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "needs typer: pip install 'kullback[cli]'" in done.stderr
+
+
+def test_export_writes_a_file(tmp_path):
+    path = tmp_path / "new.py"
+    assert run("export", "kernelbench", "-o", str(path)).exit_code == 0
+    assert path.read_text() == kernelbench.standalone()
+
+
+def test_standalone_keeps_the_static_rules():
+    source = kernelbench.standalone()
+    tree = ast.parse(source)
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.Try | ast.Pass)]
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert imported == {"torch", "torch.utils.cpp_extension"}
+    for word in ("__global__", "load_inline", "kl_div_forward_cuda(predictions, targets)", "class ModelNew"):
+        assert word in source
+    python = re.sub(r'r""".*?"""', "", source, flags=re.S)
+    assert not re.search(r"\btorch\.(nn\.functional|sum|log|mul|div|zeros|matmul|softmax)\b", python)
+
+
+def test_model_new(monkeypatch):
+    torch.manual_seed(0)
+    predictions, targets = kernelbench.inputs(32, 64)
+    predictions.requires_grad_()
+    loss = kernelbench.ModelNew()(predictions, targets)
+    expected = torch.nn.functional.kl_div(torch.log(predictions), targets, reduction="batchmean")
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = (torch.autograd.grad(v, predictions)[0] for v in (loss, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_standalone_builds_and_agrees(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    module = types.ModuleType("standalone")
+    exec(kernelbench.standalone(), module.__dict__)
+    for rows, vocab in ((64, 4096), (3, 35), (1, 1), (1000, 1271)):
+        predictions, targets = kernelbench.inputs(rows, vocab, device="cuda")
+        ours = module.ModelNew()(predictions, targets)
+        assert ours.shape == ()
+        torch.testing.assert_close(ours, kullback.kl_div(predictions, targets, "batchmean", form="probs"))

@@ -1,0 +1,128 @@
+"""Every kernel compiles for every architecture without a GPU: no spilled register, none over its budget.
+
+The budget is what was committed: `python tests/test_cuda_compile.py` writes it anew.
+"""
+
+import io
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kullback.backends import cuda
+from kullback.backends.cuda import plan
+from kullback.divergences import DIVERGENCES
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+BUDGET = Path(__file__).with_name("registers.json")
+PAIRS = [*itertools.product(("probs", "log_probs"), repeat=2)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NONE, INPUT, BOTH = (False, False), (True, False), (True, True)
+# what is asked for: (flat, lanes, sum, gradients); the last is one that no smaller variant spills before
+MODES = {
+    "total": (True, plan.THREADS, True, NONE),
+    "total and gradient": (True, plan.THREADS, True, INPUT),
+    "rows": (False, plan.THREADS, True, NONE),
+    "short rows": (False, 32, True, NONE),
+    "single elements": (False, 1, True, NONE),
+    "gradients of rows": (False, plan.THREADS, False, BOTH),
+    "gradients of short rows": (False, 8, False, BOTH),
+    "rows and both gradients": (False, plan.THREADS, True, BOTH),
+}
+
+
+def variant(kind, form, target_form, dtype, mode, target_dtype=None):
+    flat, lanes, want_sum, want = MODES[mode]
+    y = target_dtype or dtype
+    shape = plan.shape(lanes, flat, dtype, y, sum(want))
+    loss = torch.promote_types(dtype, torch.float32)
+    return cuda.Variant(kind, form, target_form, dtype, y, torch.float64, loss, want_sum, want, shape)
+
+
+def registers(source, arch):
+    log = io.StringIO()
+    cuda.compile_cubin(source, arch, ("-v", "-warn-spills", "-Werror"), log)
+    return int(re.search(r"Used (\d+) registers", log.getvalue()).group(1))
+
+
+def name(arch, kind, form, target_form, dtype, mode):
+    return f"{arch} {kind} {form}/{target_form} {str(dtype)[6:]} {mode}"
+
+
+def quick():
+    """A covering choice: every architecture with every kind and pair, every kind with every dtype and mode."""
+    for arch, kind, pair in itertools.product(ARCHITECTURES, DIVERGENCES, PAIRS):
+        if pair[0] == pair[1] or arch == "sm_90a":
+            yield arch, kind, *pair, torch.float32, "rows and both gradients"
+    for kind, dtype, mode in itertools.product(DIVERGENCES, DTYPES, MODES):
+        if dtype in (torch.float32, torch.bfloat16) or mode in ("total and gradient", "rows and both gradients"):
+            yield "sm_90a", kind, "probs", "probs", dtype, mode
+
+
+def everything():
+    return itertools.starmap(
+        lambda arch, kind, pair, dtype, mode: (arch, kind, *pair, dtype, mode),
+        itertools.product(ARCHITECTURES, DIVERGENCES, PAIRS, DTYPES, MODES),
+    )
+
+
+def is_asked_for(case):
+    """A flat sum needs a finish that is the identity; the driver never asks for another."""
+    _, kind, form, target_form, _, mode = case
+    from kullback.rows import Problem
+
+    return "total" not in mode or Problem(kind, form, target_form).formula.finish_is_identity
+
+
+def check(case):
+    arch, *rest = case
+    used = registers(cuda.source(variant(*rest)), arch)
+    budget = json.loads(BUDGET.read_text())
+    key = name(*case)
+    # what was never measured may use what its launch bounds leave
+    assert used <= budget.get(key, 65536 // plan.THREADS // variant(*rest).shape.min_blocks), key
+
+
+@pytest.mark.parametrize("case", [*filter(is_asked_for, dict.fromkeys(quick()))], ids=lambda c: name(*c))
+def test_compiles_within_its_registers(case):
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*filter(is_asked_for, everything())], ids=lambda c: name(*c))
+def test_every_instantiation(case):
+    check(case)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_mixed_dtypes_and_helpers(arch):
+    registers(cuda.source(variant("kl", "probs", "probs", torch.bfloat16, "rows", torch.float32)), arch)
+    registers(cuda.source(variant("kl", "probs", "probs", torch.float64, "rows", torch.float16)), arch)
+    for dtype, factor in itertools.product(DTYPES, (torch.float32, torch.float64)):
+        registers(cuda.scale_source(dtype, factor), arch)
+    ceiling = f"#define THREADS {plan.THREADS}\n#define UNROLL 4\n" + cuda.text("ceiling.cuh")
+    registers(ceiling, arch)
+
+
+def test_a_spill_is_an_error():
+    source = cuda.source(variant("renyi", "probs", "probs", torch.float32, "rows and both gradients"))
+    with pytest.raises(cuda.BuildError, match="spill"):
+        registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
+
+
+def test_lanes_grow_with_the_row():
+    lanes = [plan.lanes(vocab) for vocab in (1, 2, 64, 65, 2048, 2049, 262144)]
+    assert lanes == [1, 8, 8, 32, 32, plan.THREADS, plan.THREADS]
+
+
+if __name__ == "__main__":
+    cases = [*filter(is_asked_for, dict.fromkeys(quick()))]
+    table = {}
+    for i, case in enumerate(cases):
+        table[name(*case)] = registers(cuda.source(variant(*case[1:])), case[0])
+        print(f"\r{i + 1}/{len(cases)}", end="", file=sys.stderr)
+    BUDGET.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
