@@ -1,0 +1,128 @@
+"""Run the reported cases on this machine and write the results as JSON.
+
+    python benchmarks/run.py --out benchmarks/results/h200 [--only host] [--path torch]
+
+On a CPU the allocator decides much of the time: run it as it is, and once more with memory retained
+(MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=68719476736 in the environment).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cases
+import torch
+
+import kullback
+from kullback.cli import bench
+
+
+def host(device: str) -> list[dict]:
+    """Microseconds of host time a call on small inputs, the device kept busy but not waited for."""
+    results = []
+    for rows, vocab in cases.SMALL:
+        x, y = bench.make_inputs(rows, vocab, torch.float32, "probs", device)
+        student = x.clone().requires_grad_()
+        entry = {"rows": rows, "vocab": vocab}
+        for name, loss in (
+            ("kullback", lambda a, b: kullback.kl_div(a, b, "batchmean", form="probs")),
+            ("eager", lambda a, b: torch.nn.functional.kl_div(a.log(), b, reduction="batchmean")),
+        ):
+
+            def step(loss=loss) -> None:
+                loss(student, y).backward()
+                student.grad = None
+
+            for task, run in (("forward", lambda loss=loss: loss(x, y)), ("forward + gradient", step)):
+                times = []
+                for _ in range(7):
+                    for _ in range(20):
+                        run()
+                    if device == "cuda":
+                        torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(200):
+                        run()
+                    times.append((time.perf_counter() - begin) / 200 * 1e6)
+                entry[f"{name}, {task}"] = sorted(times)[3]
+        results.append(entry)
+    return results
+
+
+FIRST_USE = """
+import time, torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x = torch.rand(64, 1000, device=device).softmax(-1)
+float(x.sum())
+import kullback
+begin = time.perf_counter()
+float(kullback.kl_div(x, x, "batchmean", form="probs"))
+print(time.perf_counter() - begin)
+"""
+
+
+def first_use() -> dict[str, float]:
+    """Seconds of the first call in a process, with an empty cache and with a warm one."""
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "XDG_CACHE_HOME": directory}
+        run = lambda: float(
+            subprocess.run(
+                [sys.executable, "-c", FIRST_USE], env=environment, capture_output=True, text=True, check=True
+            ).stdout
+        )
+        return {"cold": run(), "warm": min(run() for _ in range(3))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
+    parser.add_argument("--only", choices=["host", "cases"], help="one part")
+    parser.add_argument("--path", choices=["cuda", "c", "torch"], help="force a path")
+    parser.add_argument("--tag", default="", help="appended to the file names")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    forced = kullback.backend(arguments.path) if arguments.path else contextlib.nullcontext()
+
+    def save(name: str, data: object) -> None:
+        (arguments.out / f"{name}{arguments.tag}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+    with forced:
+        if arguments.only != "cases":
+            result = {"host": host(device), "first_use": first_use(), "provenance": bench.provenance(device)}
+            save("host", result)
+            for entry in result["host"]:
+                print({k: round(v, 1) for k, v in entry.items()})
+            print("first use", {k: round(v, 3) for k, v in result["first_use"].items()}, flush=True)
+        if arguments.only == "host":
+            return
+        results = []
+        for rows, vocab, dtype, form, kind in cases.GPU if device == "cuda" else cases.CPU:
+            torch._dynamo.reset()
+            repeats = 20 if device == "cuda" else 7
+            result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None)
+            results.append(result)
+            save("cases", results)
+            times = {
+                f"{e['name']} {'fwd' if e['task'] == 'forward' else 'fwd+grad'}": round(e["seconds"] * 1e3, 3)
+                for e in result["results"]
+                if "seconds" in e
+            }
+            ours = result["results"][0]
+            print(
+                kind, form, dtype, f"{rows}x{vocab}", f"read {result['read_seconds'] * 1e3:.3f} ms",
+                f"of ceiling {ours['of_ceiling']:.3f}", times, f"error {ours['error']:.0e}",
+                f"row {result['worst_row_error']:.0e}", flush=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
