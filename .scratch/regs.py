@@ -2,7 +2,7 @@ import sys,io,re,time,torch,itertools,dataclasses; sys.path.insert(0,'/work/main
 from kullback.backends import cuda
 from kullback.backends.cuda import plan
 from kullback.divergences import DIVERGENCES
-for mb,un in [(8,2),(6,2),(4,2),(4,4)]:
+for mb,un in [(4,4),(4,1)]:
   print('min blocks',mb,'unroll',un)
   for k in sys.argv[1:] or ['kl','jensen_shannon','alpha']:
     row=[]

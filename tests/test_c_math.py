@@ -20,9 +20,7 @@ def library(request):
     text = "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
-            (c.HERE / "math.h").read_text(),
-            (c.HERE.parent / "numerics.h").read_text(),
-            (c.HERE / "types.h").read_text(),
+            c.library(),
             *(
                 f"void apply_{name}(const real *x, real *y, int64_t n)"
                 f"{{ for (int64_t i = 0; i < n; i++) y[i] = k_{name}(x[i]); }}"

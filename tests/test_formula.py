@@ -55,6 +55,6 @@ def test_the_vocabulary_is_closed():
 
 @pytest.mark.parametrize(("kind", "form"), [("kl", "probs"), ("kl", "logits"), ("jensen_shannon", "log_probs")])
 def test_printed_functors(kind, form):
-    """What is compiled, for review. After an intended change: kullback show KIND --form FORM > the file."""
+    """What is compiled, for review. After an intended change: kullback show KIND --form FORM, without its title."""
     golden = GOLDEN / f"{kind}_{form}.h"
     assert print_functor(Problem(kind, form, form)) == golden.read_text()

@@ -233,3 +233,29 @@ def test_identical_logits_give_exactly_nothing(kind, dtype, path, device, genera
     assert (loss == 0).all()
     assert (x.grad == 0).all()
     assert (y.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("low", [-200.0, -2000.0])
+def test_logits_whose_mass_underflows(kind, low, path, device):
+    """A finite logit far below the others has no mass on either side: 0 / 0 in many a formula."""
+    x = torch.tensor([[0.0, 1.0, low]], device=device, requires_grad=True)
+    y = torch.tensor([[1.0, 0.0, low + 0.3]], device=device, requires_grad=True)
+    loss = kullback.divergence(x, y, kind, **oracle.PARAMETERS[kind])
+    loss.backward()
+    a, b = (t.detach()[:, :2].double().requires_grad_() for t in (x, y))
+    truth = oracle.divergence(a, b, kind, **oracle.PARAMETERS[kind]).mean()
+    truth.backward()
+    assert relative_error(loss, truth) < 1e-6
+    assert relative_error(x.grad[:, :2], a.grad) < 1e-6
+    assert relative_error(y.grad[:, :2], b.grad) < 1e-6
+    assert x.grad[0, 2] == y.grad[0, 2] == 0
+
+
+def test_a_loss_scaler_keeps_float16_gradients_from_underflow(path, device, generator):
+    x = sample("logits", (512, 100), generator, torch.float16).to(device).requires_grad_()
+    y = sample("logits", (512, 100), generator, torch.float16).to(device)
+    (kullback.divergence(x, y) * 65536.0).backward()
+    a = x.detach().double().requires_grad_()
+    oracle.divergence(a, y, "kl").mean().backward()
+    assert relative_error(x.grad.double() / 65536, a.grad) < 1e-3

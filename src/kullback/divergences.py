@@ -173,7 +173,7 @@ def renyi(x: Pair, alpha: Value = 0.5) -> Element:
 
 
 def overlap(x: Pair, alpha: Value) -> Value:
-    """p^a q^(1-a), from the larger of p and q so that the power of their ratio cannot overflow."""
+    """p^a q^(1-a), from the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow."""
     larger = where(x.ratio < 0.0, x.q, x.p)
     return larger * exp(where(x.ratio < 0.0, alpha * x.ratio, (alpha - 1.0) * x.ratio))
 

@@ -40,7 +40,7 @@ class Form(NamedTuple):
     mass: Callable[[Value, Norm], Value]
     log_mass: Callable[[Value, Norm], Value]
     pull_back: Callable[[Value, Value, Value, Norm], Value]
-    tame: tuple[float, float]  # elements in this open interval need no guard against 0 and infinity
+    tame: tuple[float, float] | None  # elements in this open interval need no guard against 0 and infinity
     normalised: bool = False
 
 
@@ -63,7 +63,7 @@ FORMS: dict[str, Form] = {
         pull_back=lambda x, mass, gradient, norm: (
             (gradient - mass * norm.sum_gradient) * norm.scale
         ),
-        tame=(-1e5, 1e5),
+        tame=None,  # a finite logit may have no mass
         normalised=True,
     ),
 }

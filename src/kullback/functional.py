@@ -199,10 +199,9 @@ def _reduce(
     if reduction == "sum":
         return ops.total(input, target, weight, 1.0, problem, dtype)
     if isinstance(normalizer, Tensor):
-        loss = ops.total(input, target, weight, 1.0, problem, dtype) if normalizer.requires_grad else None
-        if loss is not None:
-            return (loss / _nonzero(normalizer)).to(dtype)
-        inverse = 1 / _nonzero(normalizer.detach().to(ops.accumulator(input)))
+        if normalizer.requires_grad:
+            return (ops.total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
+        inverse = 1 / _nonzero(normalizer.detach().to(input.device, ops.accumulator(input)))
         weight = inverse if weight is None else weight * inverse
         return ops.total(input, target, weight, 1.0, problem, dtype)
     if normalizer is not None:

@@ -479,7 +479,10 @@ def total(
     if is_transformed():
         return Total.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
-        return EagerTotal.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
+        # float16 gradients are not written before the upstream gradient is known: a loss scaler's factor
+        # is what keeps them from underflow.
+        function = Total if torch.float16 in (input.dtype, target.dtype) else EagerTotal
+        return function.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
     return Total.forward(input, target, coefficient, scale, problem, dtype)
 
 

@@ -48,7 +48,7 @@ def tame_ranges(form: str, target_form: str) -> dict[str, str]:
     return {
         f"{name}_{bound}": f"((real){value!r})"
         for name, side in (("X", form), ("Y", target_form))
-        for bound, value in zip(("LOW", "HIGH"), FORMS[side].tame, strict=True)
+        for bound, value in zip(("LOW", "HIGH"), FORMS[side].tame or (0.0, 0.0), strict=True)
     }
 
 

@@ -86,17 +86,23 @@ def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
 
 
 class Clock:
-    """Median seconds of calls, after warm-up; peak memory of one."""
+    """Median seconds of calls, after warm-up; peak memory of one.
+
+    On a GPU the time is the device's: it is kept busy (reading, so that its cache holds nothing to write
+    back) while the host prepares the call.
+    """
 
     def __init__(self, device: str, repeats: int) -> None:
         self.device, self.repeats = device, repeats
+        self.backlog = torch.zeros(1 << 28, device=device) if device == "cuda" else None
 
     def seconds(self, run: Callable[[], Any]) -> float:
         for _ in range(3 if self.device == "cuda" else 1):
             run()
         times = []
         for _ in range(self.repeats):
-            if self.device == "cuda":
+            if self.backlog is not None:
+                self.backlog.sum()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 run()

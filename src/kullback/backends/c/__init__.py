@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,10 +106,13 @@ def compiler() -> tuple[str, ...]:
     name = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if name is None:
         raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
+    binary = shutil.which(name.split()[0])
+    # Part of every cache key, since it is part of the command: another compiler compiles anew.
+    version = f"-DCOMPILER_VERSION={os.stat(binary).st_mtime_ns}" if binary else "-DCOMPILER_VERSION=0"
     vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     error = ""
     for extra in (["-fopenmp", *vectors], ["-fopenmp"], ["-fopenmp-simd"], []):
-        command = (*name.split(), *FLAGS, *extra)
+        command = (*name.split(), *FLAGS, version, *extra)
         probe = "int probe(void) { return 0; }\n"
         try:
             build.cached(repr((command, probe)), ".so", lambda c=command: _compile(c, probe))  # type: ignore[misc]
@@ -135,6 +139,19 @@ def _compile(command: tuple[str, ...], source: str) -> bytes:
         if done.returncode:
             raise BuildError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
         return binary.read_bytes()
+
+
+def library() -> str:
+    """The formula's vocabulary and the element types in C; wants REAL_IS_DOUBLE."""
+    shared = HERE.parent
+    files = (
+        HERE / "math.h",
+        shared / "logarithm.h",
+        HERE / "elementary.h",
+        shared / "numerics.h",
+        HERE / "types.h",
+    )
+    return "\n".join(file.read_text() for file in files)
 
 
 def source(variant: Variant) -> str:
@@ -164,19 +181,18 @@ def source(variant: Variant) -> str:
     return "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
-            (HERE / "math.h").read_text(),
-            (HERE.parent / "numerics.h").read_text(),
-            (HERE / "types.h").read_text(),
+            library(),
             *(f"#define {name} {value}" for name, value in values.items()),
-            print_functor(problem, ("k_", "tame_")),
+            print_functor(problem, ("k_",) if problem.needs_norms else ("k_", "tame_")),
             (HERE / "rows.c").read_text(),
         ]
     )
 
 
 @functools.cache
-def kernel(variant: Variant) -> Callable[[Arguments], None]:
-    """The loaded kernel of a variant, compiled where the cache lacks it."""
+def kernel(*fields: Any) -> Callable[[Arguments], None]:
+    """The loaded kernel of the variant of these fields, compiled where the cache lacks it."""
+    variant = Variant(*fields)
     command, text = compiler(), source(variant)
     path = build.cached(repr((command, text)), ".so", lambda: _compile(command, text))
     function = ctypes.CDLL(str(path)).kullback_rows
@@ -278,17 +294,15 @@ def _run(
     if weight is not None:
         weight = weight.contiguous()
     run = kernel(
-        Variant(
-            problem.kind,
-            problem.form,
-            problem.target_form,
-            x.dtype,
-            y.dtype,
-            torch.float64 if weight is None else weight.dtype,
-            torch.float64 if loss is None else loss.dtype,
-            total or loss is not None,
-            (gradients[0] is not None, gradients[1] is not None),
-        )
+        problem.kind,
+        problem.form,
+        problem.target_form,
+        x.dtype,
+        y.dtype,
+        torch.float64 if weight is None else weight.dtype,
+        torch.float64 if loss is None else loss.dtype,
+        total or loss is not None,
+        (gradients[0] is not None, gradients[1] is not None),
     )
     run(
         Arguments(

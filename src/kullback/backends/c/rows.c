@@ -112,7 +112,8 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
     }
 
 /* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
-   done again with the guarded one if it was not tame. */
+   done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: they
+   are never tame. */
 INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row,
                   Parameters parameters, real upstream, Sums *sums, int want_sum, int want_gradient)
 {
@@ -125,8 +126,11 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
             PREFETCH(x + i);
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
             PREFETCH(y + i);
+#if !NEEDS_NORMS
         SWEEP_SPAN(tame_element)
-        if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW)) {
+        if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW))
+#endif
+        {
             term = d_log_p = d_log_q = 0;
             SWEEP_SPAN(k_element)
         }

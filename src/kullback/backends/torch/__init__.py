@@ -109,8 +109,7 @@ class Chunk:
         self.x, self.y = x.to(dtype), y.to(dtype)
         self.variables: dict[str, Any] = {"x": self.x, "y": self.y, **problem.parameters}
         # float64 keeps the guarded formula, whose log_quotient is exact near p = q and takes twice as long.
-        lean = dtype == torch.float32 or problem.needs_norms
-        tame = lean and _tame(self.x, problem.form) and _tame(self.y, problem.target_form)
+        tame = dtype == torch.float32 and _tame(self.x, problem.form) and _tame(self.y, problem.target_form)
         self.operations = TAME if tame else TENSOR
         self.sums: Sums | None = None
         if problem.needs_norms:
@@ -236,7 +235,10 @@ def _compute_dtype(problem: Problem, x: Tensor, y: Tensor) -> torch.dtype:
 def _tame(values: Tensor, form: str) -> bool:
     if values.device.type != "cpu" or values.numel() == 0:  # on a device the answer would cost a wait
         return False
-    lower, upper = FORMS[form].tame
+    interval = FORMS[form].tame
+    if interval is None:
+        return False
+    lower, upper = interval
     # Two reductions: torch.aminmax takes longer than both. NaN fails either comparison.
     return values.amin().item() > lower and values.amax().item() < upper
 
