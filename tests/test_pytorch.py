@@ -1,6 +1,7 @@
 """What a PyTorch operator owes: opcheck, gradcheck, transforms, compile, export, autocast, graphs, no syncs."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -206,6 +207,15 @@ def test_modules_agree_with_functions(path, device, generator):
 
 @pytest.mark.gpu
 class TestCuda:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_the_kernels_run(self, kind, generator):
+        for form, target_form in itertools.product(("probs", "log_probs"), repeat=2):
+            x, y = (sample(f, (3, 50), generator).cuda().requires_grad_() for f in (form, target_form))
+            loss = kullback.divergence(x, y, kind, form=form, target_form=target_form)
+            assert kullback.backend_info() == ("cuda", {})
+            loss.backward()
+            assert kullback.backend_info() == ("cuda", {})
+
     def test_no_host_synchronisation(self, generator):
         x, y = pair("probs", (64, 1000), generator, "cuda", torch.float32)
         weight = torch.rand(64, device="cuda")

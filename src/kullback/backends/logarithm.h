@@ -1,5 +1,6 @@
 /* Logarithms by polynomial, for C and CUDA. Wanted before it: real, REAL_IS_DOUBLE, INLINE, bits, ubits, to_bits,
-   from_bits, LN2_HIGH, LN2_LOW, MANTISSA_BITS, LOWEST_MANTISSA, tame_ratio_or_zero. Polynomials: docs/numerics.md. */
+   from_bits, LN2_HIGH, LN2_LOW, MANTISSA_BITS, LOWEST_MANTISSA,
+   tame_ratio_or_zero, HAS_FAST_LOGARITHM. Polynomials: docs/numerics.md. */
 
 /* log(1 + f) for f in [-1/3, 1/3] (double: [√½ - 1, √2 - 1]), as f plus a small correction */
 INLINE real log_correction(real f)
@@ -25,7 +26,7 @@ INLINE real log_correction(real f)
 #endif
 }
 
-#if !ALL_16_BIT /* these have shorter ones, where there is a special-function unit */
+#if !HAS_FAST_LOGARITHM
 /* x = mantissa · 2^exponent, mantissa in [2/3, 4/3) (double: [√½, √2)), of a normal x. No result leaves through a pointer: a
    variable whose address is taken keeps a loop from vectorising. */
 INLINE bits exponent_bits(real x)

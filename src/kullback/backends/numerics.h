@@ -89,7 +89,6 @@ INLINE real k_bregman(real z)
 
 #define tame_abs k_abs
 #define tame_sqrt k_sqrt
-#define tame_exp k_exp
 #define tame_expm1 k_expm1
 #define tame_gap k_gap
 #define tame_logit_difference k_logit_difference

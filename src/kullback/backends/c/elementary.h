@@ -87,3 +87,5 @@ INLINE real tame_log1p(real z)
     const real far = tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL);
     return k_abs(z) < (real)0.29 ? near : far;
 }
+
+#define tame_exp k_exp

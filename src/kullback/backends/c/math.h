@@ -8,7 +8,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define K_UNROLL
-#define ALL_16_BIT 0 /* on a CPU all types get the same logarithms */
+#define HAS_FAST_LOGARITHM 0
 #define K_INFINITY ((real)INFINITY)
 
 #if REAL_IS_DOUBLE

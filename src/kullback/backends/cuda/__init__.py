@@ -80,7 +80,6 @@ def source(variant: Variant) -> str:
     return "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(torch.float64 in (variant.x, variant.y))}",
-            f"#define ALL_16_BIT {int(variant.x.itemsize == variant.y.itemsize == 2)}",
             *(f"#define {name} {value}" for name, value in values.items()),
             text("math.cuh"),
             (HERE.parent / "logarithm.h").read_text(),

@@ -1,13 +1,6 @@
-/* The quotients with their guards, and the logarithms of tame arguments. */
+/* Quotients with their guards, and logarithms of quotients. */
 
-#if ALL_16_BIT
-INLINE real tame_log(real x)
-{
-    real result;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result * 0.693147181f;
-}
-
+#if HAS_FAST_LOGARITHM
 /* log(p / q). Near 1 the quotient's rounding would be all that is left of it: there the difference, which is
    exact, is divided, and a minimax polynomial takes it. */
 INLINE real tame_log_quotient(real p, real q)
