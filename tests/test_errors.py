@@ -33,6 +33,11 @@ X = torch.full((3, 4), 0.25)
         (lambda: kullback.divergence(X, X, target_temperature=-1.0), ValueError, ["target_temperature"]),
         (lambda: kullback.divergence(X, X, temperature=X), TypeError, ["temperature", "Tensor"]),
         (lambda: kullback.divergence(X, X, form="probs", temperature=2.0), ValueError, ["logits", "probs"]),
+        (
+            lambda: kullback.divergence(X, X, target_form="probs", target_temperature=5.0),
+            ValueError,
+            ["target_temperature", "logits", "probs"],
+        ),
         (lambda: kullback.divergence(X, X, row_weight=X), ValueError, ["row_weight", r"\[3\]", r"\[3, 4\]"]),
         (lambda: kullback.divergence(X, X, row_weight=torch.ones(3).int()), TypeError, ["row_weight", "int32"]),
         (lambda: kullback.divergence(X, X, row_weight=[1.0]), TypeError, ["row_weight", "list"]),
@@ -113,3 +118,27 @@ def test_a_kernel_that_does_not_compile_leaves_the_torch_path(monkeypatch):
         assert "failed" in kullback.backend_info().refused["c"]
     finally:
         c.kernel.cache_clear()
+
+
+@pytest.mark.parametrize("damage", ["garbage", "blank"])
+def test_a_compiler_that_cannot_be_used_leaves_the_torch_path(damage, monkeypatch, tmp_path):
+    """One that writes what cannot be loaded; and a blank $CC, which is none."""
+    from kullback import backends
+    from kullback.backends import c
+
+    script = tmp_path / "cc"
+    script.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo garbage > "$2"; shift; done\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(script) if damage == "garbage" else " ")
+    monkeypatch.setattr(backends, "_broken", {})
+    for cached in (c.compiler, c.kernel):
+        cached.cache_clear()
+    try:
+        assert kullback.divergence(X, X, form="probs").item() == 0
+        info = kullback.backend_info()
+        assert info.name == ("torch" if damage == "garbage" else "c")
+        assert damage == "blank" or "could not be loaded" in info.refused["c"]
+    finally:
+        for cached in (c.compiler, c.kernel):
+            cached.cache_clear()

@@ -190,6 +190,47 @@ def test_create_graph_then_plain_backward(path, device, generator):
     torch.testing.assert_close(x.grad, a.grad)
 
 
+def test_double_backward_does_not_read_rows_without_weight(path, device, generator):
+    x, y = pair("logits", (3, 7), generator, device)
+    weight = torch.tensor([1.0, 0.0, 1.0], device=device)
+    results = []
+    for garbage in (0.0, float("nan")):
+        a = x.detach().clone()
+        a[1] = garbage
+        a.requires_grad_()
+        loss = kullback.divergence(a, y.detach(), row_weight=weight)
+        (g,) = torch.autograd.grad(loss**2, a, create_graph=True)
+        results.append(torch.autograd.grad(g.square().sum(), a)[0])
+    assert torch.equal(*results)
+    assert (results[0][1] == 0).all()
+
+
+def test_weight_gradients_through_nested_transforms(path, device, generator):
+    x, y = (t.detach() for t in pair("logits", (4, 3, 5), generator, device))
+    weight = torch.rand(4, 3, generator=generator, dtype=torch.float64).to(device)
+    function = lambda a, b, w: kullback.divergence(a, b, row_weight=w, reduction="sum")
+    ours = torch.func.grad(lambda w: torch.func.vmap(function)(x, y, w).sum())(weight)
+    torch.testing.assert_close(ours, oracle.divergence(x, y, "kl"))
+
+
+def test_hellinger_double_backward_where_both_masses_are_zero(path, device):
+    x = torch.tensor([[1.0, 2.0, -torch.inf]], dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.tensor([[0.0, 3.0, -torch.inf]], dtype=torch.float64, device=device)
+    (g,) = torch.autograd.grad(kullback.divergence(x, y, "hellinger"), x, create_graph=True)
+    (second,) = torch.autograd.grad(g[0, 0], x)
+    assert torch.isfinite(second).all()
+    assert second.abs().sum() > 0
+
+
+def test_loss_dtype_does_not_depend_on_what_requires_grad(path, device, generator):
+    x, y = pair("logits", (3, 7), generator, device, torch.float32)
+    for needs in (False, True):
+        weight = torch.rand(3, device=device, requires_grad=needs)
+        count = torch.tensor(2.0, device=device, dtype=torch.float64)
+        for options in ({}, {"normalizer": count}, {"reduction": "sum"}, {"reduction": "none"}):
+            assert kullback.divergence(x, y, row_weight=weight, **options).dtype == torch.float32
+
+
 def test_forward_mode_is_refused_not_wrong(path, device, generator):
     x, y = (t.detach() for t in pair("logits", (3, 7), generator, device))
     with pytest.raises(NotImplementedError):

@@ -25,6 +25,7 @@ from kullback.formula import (
     log1p,
     log_quotient,
     mass_times,
+    part_of,
     ratio_or_zero,
     sqrt,
     where,
@@ -89,7 +90,7 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     """w Σ p log(p/m) + (1-w) Σ q log(q/m), m = w·p + (1-w)·q"""
     other = 1.0 - weight
     mixture = weight * x.p + other * x.q
-    relative = ratio_or_zero(-x.excess, mixture)  # (p - q) / m
+    relative = part_of(-x.excess, mixture)  # (p - q) / m
     p_over = at_least(other * relative, -1.0)  # p/m - 1
     q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
     return Element(
@@ -104,11 +105,11 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     other = 1.0 - alpha
     mixture = alpha * x.p + other * x.q
     excess = other * x.excess  # m - p
-    p_over = at_least(-ratio_or_zero(excess, mixture), -1.0)  # p/m - 1
-    q_share = other * ratio_or_zero(x.q, mixture)  # of q in m
+    p_over = at_least(-part_of(excess, mixture), -1.0)  # p/m - 1
+    q_share = other * part_of(x.q, mixture)  # of q in m
     plain = mass_times(x.p, log_share(x.p, mixture, p_over))
     if x.centred:
-        p_share = alpha * ratio_or_zero(x.p, mixture)
+        p_share = alpha * part_of(x.p, mixture)
         return Element(mixture * bregman(p_over), plain + excess * p_share, excess * q_share)
     return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
@@ -147,11 +148,9 @@ def alpha(x: Pair, alpha: Value = 0.5) -> Element:
         return Element(
             scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q
         )
-    term = -(overlap(x, alpha) / (alpha * other))
-    constant = 1.0 / (alpha * other)
-    return Element(
-        term, alpha * term, other * term, lambda total: Finish(constant + total, 1.0)
-    )
+    scale = 1.0 / (alpha * other)
+    term = -(scale * overlap(x, alpha))
+    return Element(term, alpha * term, other * term, lambda total: Finish(scale + total, 1.0))
 
 
 def renyi(x: Pair, alpha: Value = 0.5) -> Element:
@@ -195,7 +194,9 @@ def alpha_shortfall(x: Pair, alpha: Value) -> Element:
 
 def log_share(mass: Value, mixture: Value, over: Value) -> Value:
     """log(mass / mixture), where over = mass / mixture - 1 says it better near 0 and the masses elsewhere."""
-    return where(absolute(over) < 0.25, log1p(over), log_quotient(mass, mixture))
+    apart = log_quotient(mass, mixture)
+    # A mixture of subnormal masses may round to 0.
+    return where(absolute(over) < 0.25, log1p(over), where(absolute(mixture) < 1e-45, 0.0, apart))
 
 
 def at_least(x: Value, bound: float) -> Value:

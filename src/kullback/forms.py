@@ -25,7 +25,7 @@ from kullback.formula import (
 
 
 class Norm(NamedTuple):
-    """A row of logits, as scale·x: its maximum, the sum of exp(scale·x - top), and their logarithm's sum."""
+    """A row of logits: its maximum, the sum of exp(scale·(x - top)) inverted, and the logarithm of that sum."""
 
     scale: Value  # 1 / temperature
     top: Value
@@ -58,8 +58,8 @@ FORMS: dict[str, Form] = {
         tame=(-69.0, 69.0),
     ),
     "logits": Form(
-        mass=lambda x, norm: exp(x * norm.scale - norm.top) * norm.inverse_total,
-        log_mass=lambda x, norm: (x * norm.scale - norm.top) - norm.log_total,
+        mass=lambda x, norm: exp((x - norm.top) * norm.scale) * norm.inverse_total,
+        log_mass=lambda x, norm: (x - norm.top) * norm.scale - norm.log_total,
         pull_back=lambda x, mass, gradient, norm: (
             (gradient - mass * norm.sum_gradient) * norm.scale
         ),

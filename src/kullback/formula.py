@@ -118,6 +118,11 @@ def ratio_or_zero(x: Value, y: Value) -> Value:
     return _apply("ratio_or_zero", x, y)
 
 
+def part_of(x: Value, whole: Value) -> Value:
+    """x / whole, and 0 where the whole is 0: of a mixture that rounds to nothing nothing is left."""
+    return _apply("part_of", x, whole)
+
+
 def log_quotient(p: Value, q: Value) -> Value:
     """log(p / q) of two masses; 0 where both are 0, NaN where one is negative. Never over- or underflows."""
     return _apply("log_quotient", p, q)
@@ -157,6 +162,17 @@ def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
 def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
     nothing = torch.eq(x, 0) & torch.eq(y, 0)
     return torch.div(x, torch.where(nothing, 1.0, y))
+
+
+def _part_of(x: Tensor, whole: Tensor) -> Tensor:
+    nothing = torch.eq(whole, 0)
+    return torch.where(nothing, 0.0, x) / torch.where(nothing, 1.0, whole)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Its derivative at 0 is taken as 0, where autograd would make inf · 0 of it."""
+    nothing = torch.eq(x, 0)
+    return torch.where(nothing, 0.0, torch.sqrt(torch.where(nothing, 1.0, x)))
 
 
 def _log_quotient(p: Tensor, q: Tensor) -> Tensor:
@@ -235,9 +251,10 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "expm1": torch.expm1,
     "log": torch.log,
     "log1p": torch.log1p,
-    "sqrt": torch.sqrt,
+    "sqrt": _sqrt,
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
+    "part_of": _part_of,
     "log_quotient": _log_quotient,
     "log_difference": _log_difference,
     "logit_difference": _logit_difference,

@@ -60,6 +60,8 @@ def kl_div(
     _check_pair(input, target)
     _check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
     _check_name("form", form, ("log_probs", "probs"))
+    # "batchmean" divides by the input's own first dimension, also where it is broadcast: as torch.
+    batch = input.size(0) if input.dim() else 1
     if input.shape != target.shape:
         try:
             input, target = torch.broadcast_tensors(input, target)
@@ -69,7 +71,7 @@ def kl_div(
                 f"got {_shape(input)} and {_shape(target)}"
             ) from None
     dtype = torch.promote_types(input.dtype, target.dtype)
-    if torch.is_autocast_enabled(input.device.type):
+    if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
         dtype = torch.float32
     problem = _problem("kl", form, "log_probs" if log_target else "probs", 1.0, 1.0)
     if reduction == "none":
@@ -77,7 +79,7 @@ def kl_div(
     count = {
         "sum": 1,
         "mean": input.numel(),
-        "batchmean": input.size(0) if input.dim() else 1,
+        "batchmean": batch,
     }[reduction]
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
@@ -129,7 +131,7 @@ def divergence(
             T**2 to keep gradients' size, as Hinton et al. do.
         target_temperature: the same of the target; by default that of the input.
         row_weight: float or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
-            cannot reach the value or a gradient.
+            cannot reach the value or a gradient, and the weight's own gradient there is 0.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
@@ -164,10 +166,11 @@ def divergence(
             "input and target must have the same shape [..., vocab]; "
             f"got {_shape(input)} and {_shape(target)}"
         )
+    inherits = target_temperature is None
     target_temperature = temperature if target_temperature is None else target_temperature
     temperatures = (
-        _temperature("temperature", temperature, form, target_form),
-        _temperature("target_temperature", target_temperature, target_form, form),
+        _temperature("temperature", temperature, form, inherits and target_form == "logits"),
+        _temperature("target_temperature", target_temperature, target_form, inherits),
     )
     problem = _problem(kind, form, target_form, *temperatures, **params)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
@@ -186,20 +189,20 @@ def _reduce(
 ) -> Tensor:
     if normalizer is not None:
         _check_normalizer(normalizer, reduction, input)
-    if weight is not None and weight.requires_grad:
+    if weight is not None and (weight.requires_grad or ops.hides_gradients()):
         # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
         losses = ops.per_row(input, target, (weight.detach() != 0).to(weight.dtype), problem, dtype)
         losses = (losses * weight).to(dtype)
         if reduction == "none":
             return losses
         divisor = weight.sum() if normalizer is None else normalizer
-        return losses.sum() if reduction == "sum" else losses.sum() / _nonzero(divisor)
+        return losses.sum() if reduction == "sum" else (losses.sum() / _nonzero(divisor)).to(dtype)
     if reduction == "none":
         return ops.per_row(input, target, weight, problem, dtype)
     if reduction == "sum":
         return ops.total(input, target, weight, 1.0, problem, dtype)
     if isinstance(normalizer, Tensor):
-        if normalizer.requires_grad:
+        if normalizer.requires_grad or ops.hides_gradients():
             return (ops.total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
         inverse = 1 / _nonzero(normalizer.detach().to(input.device, ops.accumulator(input)))
         weight = inverse if weight is None else weight * inverse
@@ -243,13 +246,13 @@ def _problem(
     return Problem(kind, form, target_form, (temperature, target_temperature, *values.values()))
 
 
-def _temperature(name: str, value: float, form: str, other_form: str) -> float:
+def _temperature(name: str, value: float, form: str, is_for_other_side: bool) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite; got {value}")
     if form != "logits":
-        if value != 1 and other_form != "logits":
+        if value != 1 and not is_for_other_side:
             raise ValueError(
                 f"{name} divides logits, and form {form!r} holds none; got {value}"
             )

@@ -134,7 +134,7 @@ def _gradient(
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> None:
-    if gradient.device.type == "cuda":
+    if backends.can_scale_on_device(gradient):
         cuda.scale_(gradient, factor)
     elif gradient.device.type != "cpu" or factor.item() != 1:
         gradient.mul_(factor)
@@ -464,7 +464,12 @@ def is_transformed() -> bool:
         return True
     # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
     forward_mode = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
-    return forward_mode or bool(_functorch_is_active())
+    return forward_mode or hides_gradients()
+
+
+def hides_gradients() -> bool:
+    """Whether a functorch transform is active: then `requires_grad` says nothing of an outer level's."""
+    return bool(_functorch_is_active())
 
 
 def total(

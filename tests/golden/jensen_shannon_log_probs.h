@@ -22,7 +22,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v12 = v3 - v0;
     const real v13 = (v7 < (real)0.5) ? v11 : v12;
     const real v14 = -v13;
-    const real v15 = k_ratio_or_zero(v14, v5);
+    const real v15 = k_part_of(v14, v5);
     const real v16 = v2 * v15;
     const real v18 = (v16 < (real)-1.0) ? (real)-1.0 : v16;
     const real v19 = k_bregman(v18);
@@ -36,17 +36,20 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v28 = v5 * v27;
     const real v29 = k_abs(v18);
     const real v31 = k_log1p(v18);
-    const real v32 = k_log_quotient(v0, v5);
-    const real v33 = (v29 < (real)0.25) ? v31 : v32;
-    const real v34 = k_mass_times(v0, v33);
-    const real v35 = parameters.weight * v34;
-    const real v36 = k_abs(v24);
-    const real v38 = k_log1p(v24);
-    const real v39 = k_log_quotient(v3, v5);
-    const real v40 = (v36 < (real)0.25) ? v38 : v39;
-    const real v41 = k_mass_times(v3, v40);
-    const real v42 = v2 * v41;
-    Element result = { v28, v35, v42, v42, v35 };
+    const real v32 = k_abs(v5);
+    const real v34 = k_log_quotient(v0, v5);
+    const real v35 = (v32 < (real)1e-45) ? (real)0.0 : v34;
+    const real v36 = (v29 < (real)0.25) ? v31 : v35;
+    const real v37 = k_mass_times(v0, v36);
+    const real v38 = parameters.weight * v37;
+    const real v39 = k_abs(v24);
+    const real v41 = k_log1p(v24);
+    const real v42 = k_log_quotient(v3, v5);
+    const real v43 = (v32 < (real)1e-45) ? (real)0.0 : v42;
+    const real v44 = (v39 < (real)0.25) ? v41 : v43;
+    const real v45 = k_mass_times(v3, v44);
+    const real v46 = v2 * v45;
+    Element result = { v28, v38, v46, v46, v38 };
     return result;
 }
 

@@ -10,8 +10,8 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
 {
     const real v0 = k_logit_difference(y, row.target_scale, x, row.input_scale, row.shift_high, row.shift_low);
     const real v1 = k_abs(v0);
-    const real v3 = y * row.target_scale;
-    const real v4 = v3 - row.target_top;
+    const real v3 = y - row.target_top;
+    const real v4 = v3 * row.target_scale;
     const real v5 = k_exp(v4);
     const real v6 = v5 * row.target_inverse_total;
     const real v7 = k_gap(v0);
@@ -20,8 +20,8 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v10 = -v0;
     const real v11 = k_expm1(v10);
     const real v12 = v6 * v11;
-    const real v13 = x * row.input_scale;
-    const real v14 = v13 - row.input_top;
+    const real v13 = x - row.input_top;
+    const real v14 = v13 * row.input_scale;
     const real v15 = k_exp(v14);
     const real v16 = v15 * row.input_inverse_total;
     const real v17 = v16 - v6;

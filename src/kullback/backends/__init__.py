@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +15,8 @@ from kullback.rows import Problem
 
 PATHS = {"cuda": cuda, "c": c, "torch": torch_path}  # the first that can, does
 
-_forced: ContextVar[str | None] = ContextVar("kullback_backend", default=None)
+# Of the process, not of a context: backward runs on threads of autograd's own.
+_forced: str | None = None
 _broken: dict[str, str] = {}  # paths that failed to build a kernel in this process, and how
 
 
@@ -55,17 +55,25 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in PATHS:
         raise ValueError(f"backend must be one of {', '.join(PATHS)}; got {name!r}")
-    token = _forced.set(name)
+    global _forced
+    before, _forced = _forced, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
+
+
+def can_scale_on_device(gradient: Tensor) -> bool:
+    """Whether the CUDA path's `scale_` can serve this tensor."""
+    device = gradient.device
+    usable = device.type == "cuda" and _forced in (None, "cuda") and "cuda" not in _broken
+    return usable and cuda.unavailable(device.index) is None
 
 
 def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> Any:
     """Run a verb on the path that is forced, or else the first that can."""
     global _last
-    forced = _forced.get()
+    forced = _forced
     refused: dict[str, str] = {}
     for name in PATHS if forced is None else (forced,):
         reason = _broken.get(name) or PATHS[name].why_not(problem, x, y)

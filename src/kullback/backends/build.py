@@ -19,8 +19,13 @@ class BuildError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/kullback`, or `~/.cache/kullback`."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """`$XDG_CACHE_HOME/kullback`, or `~/.cache/kullback`; this process's own where there is no home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except RuntimeError:
+            base = _private_directory().name
     return Path(base) / "kullback"
 
 

@@ -29,6 +29,12 @@ INLINE real k_logit_difference(real y, real y_scale, real x, real x_scale, real 
     return nothing ? (real)0 : result;
 }
 
+INLINE real k_part_of(real x, real whole)
+{
+    const int nothing = whole == 0;
+    return (nothing ? (real)0 : x) / (nothing ? (real)1 : whole);
+}
+
 #if REAL_IS_DOUBLE
 #define K_GAP_SERIES { 1.0/2, -1.0/6, 1.0/24, -1.0/120, 1.0/720, -1.0/5040, 1.0/40320, -1.0/362880, \
     1.0/3628800, -1.0/39916800, 1.0/479001600, -1.0/6227020800, 1.0/87178291200, \
@@ -94,6 +100,7 @@ INLINE real k_bregman(real z)
 #define tame_logit_difference k_logit_difference
 
 INLINE real tame_mass_times(real mass, real x) { return mass * x; }
+INLINE real tame_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole); }
 INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
 
 INLINE real tame_bregman(real z)

@@ -103,7 +103,7 @@ def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
 @functools.cache
 def compiler() -> tuple[str, ...]:
     """The compiler and its flags, tried on a small kernel. Raises BuildError."""
-    name = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    name = os.environ.get("CC", "").strip() or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if name is None:
         raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
     binary = shutil.which(name.split()[0])
@@ -195,7 +195,10 @@ def kernel(*fields: Any) -> Callable[[Arguments], None]:
     variant = Variant(*fields)
     command, text = compiler(), source(variant)
     path = build.cached(repr((command, text)), ".so", lambda: _compile(command, text))
-    function = ctypes.CDLL(str(path)).kullback_rows
+    try:
+        function = ctypes.CDLL(str(path)).kullback_rows
+    except (OSError, AttributeError) as error:  # for another machine, or in a folder that may not execute
+        raise BuildError(f"a compiled kernel could not be loaded: {error}") from error
     function.argtypes = [ctypes.POINTER(Arguments)]
     function.restype = None
     return lambda arguments: function(ctypes.byref(arguments))

@@ -34,26 +34,26 @@ typedef struct { double term, d_log_p, d_log_q; } Sums;
 typedef struct { double top, total; } LogSumExp;
 
 #if NEEDS_NORMS
-CLONES NOINLINE static double top_x(const X *x, int64_t n, real scale)
+CLONES NOINLINE static double top_x(const X *x, int64_t n)
 {
     real top = -(real)INFINITY;
     real poison = 0; /* a maximum drops NaN; a sum of zeros does not */
 #pragma omp simd reduction(max: top) reduction(+: poison)
     for (int64_t i = 0; i < n; i++) {
-        const real value = LOAD_X(x[i]) * scale;
+        const real value = LOAD_X(x[i]);
         top = value > top ? value : top;
         poison += value == value ? (real)0 : value;
     }
     return (double)top + (double)poison;
 }
 
-CLONES NOINLINE static double top_y(const Y *y, int64_t n, real scale)
+CLONES NOINLINE static double top_y(const Y *y, int64_t n)
 {
     real top = -(real)INFINITY;
     real poison = 0;
 #pragma omp simd reduction(max: top) reduction(+: poison)
     for (int64_t i = 0; i < n; i++) {
-        const real value = LOAD_Y(y[i]) * scale;
+        const real value = LOAD_Y(y[i]);
         top = value > top ? value : top;
         poison += value == value ? (real)0 : value;
     }
@@ -68,7 +68,7 @@ CLONES NOINLINE static double total_x(const X *x, int64_t n, real scale, real to
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++)
-            part += k_exp(LOAD_X(x[i]) * scale - top);
+            part += k_exp((LOAD_X(x[i]) - top) * scale);
         total += part;
     }
     return total;
@@ -82,7 +82,7 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++)
-            part += k_exp(LOAD_Y(y[i]) * scale - top);
+            part += k_exp((LOAD_Y(y[i]) - top) * scale);
         total += part;
     }
     return total;
@@ -165,12 +165,13 @@ SWEEP(gradient, 0, 1)
 #if NEEDS_NORMS
 INLINE void set_row(Row *row, LogSumExp input, LogSumExp target, const Arguments *a)
 {
+    /* The states hold the top of the scaled row, with the scale as rounded to `real`; elements want the row's own. */
     row->input_scale = (real)(1 / a->input_temperature);
-    row->input_top = (real)input.top;
+    row->input_top = (real)(input.top / (double)row->input_scale);
     row->input_inverse_total = (real)(1 / input.total);
     row->input_log_total = (real)log(input.total);
     row->target_scale = (real)(1 / a->target_temperature);
-    row->target_top = (real)target.top;
+    row->target_top = (real)(target.top / (double)row->target_scale);
     row->target_inverse_total = (real)(1 / target.total);
     row->target_log_total = (real)log(target.total);
     const double shift = (target.top - input.top) + (log(target.total) - log(input.total));
@@ -225,13 +226,15 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     } else {
 #if INPUT_IS_LOGITS
         const real x_scale = (real)(1 / a->input_temperature);
-        input.top = top_x(x, n, x_scale);
-        input.total = total_x(x, n, x_scale, (real)input.top);
+        const double x_top = top_x(x, n);
+        input.top = x_top * (double)x_scale;
+        input.total = total_x(x, n, x_scale, (real)x_top);
 #endif
 #if TARGET_IS_LOGITS
         const real y_scale = (real)(1 / a->target_temperature);
-        target.top = top_y(y, n, y_scale);
-        target.total = total_y(y, n, y_scale, (real)target.top);
+        const double y_top = top_y(y, n);
+        target.top = y_top * (double)y_scale;
+        target.total = total_y(y, n, y_scale, (real)y_top);
 #endif
     }
     set_row(&row, input, target, a);

@@ -26,6 +26,8 @@ TAME: Mapping[str, Callable[..., Any]] = {
     **TENSOR,
     "mass_times": torch.mul,
     "ratio_or_zero": operator.truediv,
+    "part_of": operator.truediv,
+    "sqrt": torch.sqrt,
     "log_quotient": lambda p, q: torch.div(p, q).log_(),
     "log_difference": operator.sub,
 }
@@ -141,7 +143,7 @@ class Chunk:
             log_totals.append(norm.top + log_total)
             self.variables |= {
                 f"{side}_scale": torch.full_like(norm.top, 1 / temperature).unsqueeze(-1),
-                f"{side}_top": norm.top.unsqueeze(-1),
+                f"{side}_top": (norm.top * temperature).unsqueeze(-1),
                 f"{side}_inverse_total": norm.total.reciprocal().unsqueeze(-1),
                 f"{side}_log_total": log_total.unsqueeze(-1),
             }
@@ -255,7 +257,10 @@ def gradient_by_formula(
     Inputs are [..., vocab], the cotangent a number or of the rows' shape. For double backward.
     """
     dtype = _compute_dtype(problem, x, y)
-    values = {"input": x.to(dtype), "target": y.to(dtype)}
+    skipped = (cotangent == 0).unsqueeze(-1)  # not read: 1 is harmless in every form
+    values = {
+        side: torch.where(skipped, 1.0, t.to(dtype)) for side, t in (("input", x), ("target", y))
+    }
     variables: dict[str, Any] = {
         "x": values["input"],
         "y": values["target"],
@@ -271,7 +276,7 @@ def gradient_by_formula(
             log_totals[side] = top + sum_exp.log()
             variables |= {
                 f"{side}_scale": torch.full_like(top, 1 / temperature),
-                f"{side}_top": top,
+                f"{side}_top": top * temperature,
                 f"{side}_inverse_total": 1 / sum_exp,
                 f"{side}_log_total": sum_exp.log(),
             }
