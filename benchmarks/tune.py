@@ -1,12 +1,11 @@
 """Time the row kernel over launch shapes, to choose the constants of `plan.py`. Needs a GPU.
 
-    python benchmarks/tune.py [--n 16384]
+python benchmarks/tune.py [--n 16384]
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import statistics
 
@@ -45,9 +44,7 @@ def ceiling(x: torch.Tensor, y: torch.Tensor) -> dict[tuple[int, int], float]:
         launcher = cuda.Launcher(text, "kullback_ceiling", 0)
         for per in (4, 8):
             blocks = min(launcher.blocks, per * 132)
-            time = milliseconds(
-                lambda: launcher(blocks, x.data_ptr(), y.data_ptr(), out.data_ptr(), count)
-            )
+            time = milliseconds(lambda: launcher(blocks, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
             result[unroll, per] = 2 * x.numel() * x.itemsize / time / 1e9
     return result
 
@@ -80,7 +77,7 @@ def main() -> None:
                     except BuildError:
                         continue
                     workspace = torch.zeros(launcher.blocks + 1, dtype=torch.float64, device="cuda")
-                    run = lambda: launcher(  # noqa: E731
+                    run = lambda: launcher(
                         1 << 30,
                         a.data_ptr(),
                         b.data_ptr(),

@@ -68,9 +68,7 @@ def rows(kind, p, q, weight=0.5, alpha=None):
     raise ValueError(kind)
 
 
-def divergence(
-    x, y, kind, form="logits", target_form=None, temperature=1.0, target_temperature=None, **parameters
-):
+def divergence(x, y, kind, form="logits", target_form=None, temperature=1.0, target_temperature=None, **parameters):
     """[rows] in float64, differentiable in x and y."""
     q = masses(x, form, temperature)
     p = masses(y, target_form or form, target_temperature or temperature)

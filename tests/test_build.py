@@ -63,7 +63,6 @@ def test_a_directory_that_cannot_be_made(tmp_path, monkeypatch):
     assert builder.calls == 1
 
 
-
 def test_processes_build_once_together(cache, tmp_path):
     log = tmp_path / "log"
     code = (

@@ -71,8 +71,15 @@ def test_ulps(library, name):
         mpmath.mp.dps = 40
         truth = np.array([getattr(mpmath, name)(mpmath.mpf(float(v))) for v in x])
     spacing = np.spacing(np.abs(truth.astype(dtype))).astype(np.float64)
-    errors = np.array([abs(float(t - mpmath.mpf(float(v)))) if dtype == np.float64 else abs(float(t - v))
-                       for t, v in zip(truth, y, strict=True)]) / spacing
+    errors = (
+        np.array(
+            [
+                abs(float(t - mpmath.mpf(float(v)))) if dtype == np.float64 else abs(float(t - v))
+                for t, v in zip(truth, y, strict=True)
+            ]
+        )
+        / spacing
+    )
     assert errors.max() <= BUDGET[name], (name, x[errors.argmax()])
 
 

@@ -64,7 +64,11 @@ def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch):
 def test_bench_measures_writes_and_draws(tmp_path):
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     result = run(
-        *("bench", "--shape", "64x512", "--repeats", "1", "--device", "cpu"), "--json", str(out), "--plot", str(png)
+        *("bench", "--shape", "64x512", "--repeats", "1", "--device", "cpu"),
+        "--json",
+        str(out),
+        "--plot",
+        str(png),
     )
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text())

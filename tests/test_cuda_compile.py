@@ -59,7 +59,10 @@ def quick():
         if pair[0] == pair[1] or arch == "sm_90a":
             yield arch, kind, *pair, torch.float32, "rows and both gradients"
     for kind, dtype, mode in itertools.product(DIVERGENCES, DTYPES, MODES):
-        if dtype in (torch.float32, torch.bfloat16) or mode in ("total and gradient", "rows and both gradients"):
+        if dtype in (torch.float32, torch.bfloat16) or mode in (
+            "total and gradient",
+            "rows and both gradients",
+        ):
             yield "sm_90a", kind, "probs", "probs", dtype, mode
 
 

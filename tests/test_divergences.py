@@ -110,9 +110,7 @@ def test_jensen_shannon_of_equal_weights_is_symmetric_to_the_bit():
 def test_reverse_is_kl_with_sides_exchanged():
     log_p, log_q = random_rows()
     for centred in (False, True):
-        torch.testing.assert_close(
-            finished("reverse_kl", log_p, log_q, centred), finished("kl", log_q, log_p, centred)
-        )
+        torch.testing.assert_close(finished("reverse_kl", log_p, log_q, centred), finished("kl", log_q, log_p, centred))
 
 
 def test_total_variation_has_no_gradient_at_ties():

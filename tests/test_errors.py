@@ -22,7 +22,11 @@ X = torch.full((3, 4), 0.25)
         (lambda: kullback.divergence(X, X, "reverse-kl"), ValueError, ["kind", "did you mean 'reverse_kl'"]),
         (lambda: kullback.divergence(X, X, form="logit"), ValueError, ["form", "did you mean 'logits'"]),
         (lambda: kullback.divergence(X, X, target_form="prob"), ValueError, ["target_form", "'probs'"]),
-        (lambda: kullback.divergence(X, X, reduction="batchmean"), ValueError, ["reduction", "none, mean, sum"]),
+        (
+            lambda: kullback.divergence(X, X, reduction="batchmean"),
+            ValueError,
+            ["reduction", "none, mean, sum"],
+        ),
         (lambda: kullback.divergence(X, X, alpha=0.5), ValueError, ["'kl' has no parameter 'alpha'", "none"]),
         (lambda: kullback.divergence(X, X, "renyi", alhpa=0.5), ValueError, ["did you mean 'alpha'"]),
         (lambda: kullback.divergence(X, X, "renyi", alpha=1), ValueError, ["positive and not 1", "got 1"]),
@@ -39,7 +43,11 @@ X = torch.full((3, 4), 0.25)
             ["target_temperature", "logits", "probs"],
         ),
         (lambda: kullback.divergence(X, X, row_weight=X), ValueError, ["row_weight", r"\[3\]", r"\[3, 4\]"]),
-        (lambda: kullback.divergence(X, X, row_weight=torch.ones(3).int()), TypeError, ["row_weight", "int32"]),
+        (
+            lambda: kullback.divergence(X, X, row_weight=torch.ones(3).int()),
+            TypeError,
+            ["row_weight", "int32"],
+        ),
         (lambda: kullback.divergence(X, X, row_weight=[1.0]), TypeError, ["row_weight", "list"]),
         (
             lambda: kullback.divergence(X, X, row_weight=torch.ones(3, device="meta")),
@@ -71,7 +79,7 @@ def test_backend_names():
     with pytest.raises(ValueError, match="cuda, c, torch; got 'cpp'"), kullback.backend("cpp"):
         pass
     with (
-        pytest.raises(RuntimeError, match="'cuda' was asked for and cannot run.*tensors are on cpu"),
+        pytest.raises(RuntimeError, match=r"'cuda' was asked for and cannot run.*tensors are on cpu"),
         kullback.backend("cuda"),
     ):
         kullback.divergence(X, X, form="probs")

@@ -30,9 +30,7 @@ def plain(x, y, reduction, form, log_target):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_torch(shape, dtype, path, device, generator):
-    for form, log_target, reduction in itertools.product(
-        ("log_probs", "probs"), (False, True), REDUCTIONS
-    ):
+    for form, log_target, reduction in itertools.product(("log_probs", "probs"), (False, True), REDUCTIONS):
         x = sample(form, shape or (1,), generator, dtype).reshape(shape).to(device)
         y = sample("log_probs" if log_target else "probs", shape or (1,), generator, dtype)
         y = y.reshape(shape).to(device)
@@ -82,9 +80,7 @@ def test_torch_opinfo_samples(dtype, path, device):
 
 def test_torch_module_inputs(path, device):
     info = next(m for m in module_db if m.module_cls is torch.nn.KLDivLoss)
-    inputs = info.module_inputs_func(
-        info, device=device, dtype=torch.float32, requires_grad=False, training=True
-    )
+    inputs = info.module_inputs_func(info, device=device, dtype=torch.float32, requires_grad=False, training=True)
     assert len(inputs) == 10
     for given in inputs:
         build, call = given.constructor_input, given.forward_input
@@ -104,7 +100,13 @@ def test_empty_as_torch(path, device):
 
 
 def test_broadcasts_as_torch(path, device, generator):
-    for shape, other in [((3, 5), (5,)), ((1, 5), (3, 5)), ((5,), (3, 5)), ((2, 5, 7), (1, 5, 7)), ((3, 5), ())]:
+    for shape, other in [
+        ((3, 5), (5,)),
+        ((1, 5), (3, 5)),
+        ((5,), (3, 5)),
+        ((2, 5, 7), (1, 5, 7)),
+        ((3, 5), ()),
+    ]:
         x = sample("log_probs", shape or (1,), generator).reshape(shape).to(device).requires_grad_()
         y = sample("probs", other or (1,), generator).reshape(other).to(device).requires_grad_()
         for reduction in REDUCTIONS:
@@ -112,7 +114,9 @@ def test_broadcasts_as_torch(path, device, generator):
             theirs = F.kl_div(x, y, reduction=reduction)
             torch.testing.assert_close(ours, theirs)
             for a, b in zip(
-                torch.autograd.grad(ours.sum(), (x, y)), torch.autograd.grad(theirs.sum(), (x, y)), strict=True
+                torch.autograd.grad(ours.sum(), (x, y)),
+                torch.autograd.grad(theirs.sum(), (x, y)),
+                strict=True,
             ):
                 torch.testing.assert_close(a, b)
 

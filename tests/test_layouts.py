@@ -15,9 +15,7 @@ VOCABS = (1, 3, 35, 1271, 50257)
 
 def losses_and_gradients(x, y, kind="kl", form="probs", weight=None, reduction="none"):
     a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
-    loss = kullback.divergence(
-        a, b, kind, form=form, row_weight=weight, reduction=reduction, **oracle.PARAMETERS[kind]
-    )
+    loss = kullback.divergence(a, b, kind, form=form, row_weight=weight, reduction=reduction, **oracle.PARAMETERS[kind])
     upstream = torch.linspace(0.5, 2, loss.numel(), device=x.device).reshape(loss.shape)
     loss.backward(upstream)
     return loss.detach(), a.grad, b.grad
@@ -158,7 +156,7 @@ def test_no_element_is_left_out(dtype, path, device, generator):
     """The main workload's shape in small: NaN in any one element must reach the result."""
     x, y = (torch.rand(64, 4096, generator=generator).softmax(-1).to(dtype).to(device) for _ in range(2))
     assert torch.isfinite(kullback.kl_div(x, y, "batchmean", form="probs"))
-    for index in torch.randint(x.numel(), (150,), generator=generator).tolist() + [0, x.numel() - 1]:
+    for index in [*torch.randint(x.numel(), (150,), generator=generator).tolist(), 0, x.numel() - 1]:
         for t in (x, y):
             kept = t.view(-1)[index].item()
             t.view(-1)[index] = float("nan")
@@ -173,7 +171,10 @@ def test_rows_longer_than_a_chunk(path, device, generator):
         kullback.divergence(x, y, form="probs", reduction="none").double(), truth, rtol=2e-6, atol=0
     )
     torch.testing.assert_close(
-        kullback.kl_div(x.flatten(), y.flatten(), "sum", form="probs").double(), truth.sum(), rtol=2e-6, atol=0
+        kullback.kl_div(x.flatten(), y.flatten(), "sum", form="probs").double(),
+        truth.sum(),
+        rtol=2e-6,
+        atol=0,
     )
 
 

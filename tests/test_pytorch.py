@@ -77,8 +77,9 @@ def test_func_transforms(form, path, device, generator):
     function = lambda a, b: kullback.divergence(a, b, "jensen_shannon", form=form)
     one = torch.stack([function(a, b) for a, b in zip(x, y, strict=True)])
     torch.testing.assert_close(torch.func.vmap(function)(x, y), one)
-    torch.testing.assert_close(torch.func.vmap(function, in_dims=(0, None))(x, y[0]), 
-                               torch.stack([function(a, y[0]) for a in x]))
+    torch.testing.assert_close(
+        torch.func.vmap(function, in_dims=(0, None))(x, y[0]), torch.stack([function(a, y[0]) for a in x])
+    )
     gradients = torch.func.grad(function, argnums=(0, 1))
     expected = [torch.stack(g) for g in zip(*(gradients(a, b) for a, b in zip(x, y, strict=True)), strict=True)]
     for ours, theirs in zip(torch.func.vmap(gradients)(x, y), expected, strict=True):

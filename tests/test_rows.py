@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from kullback.backends.torch import normalize
 from kullback.rows import LogSumExp, Sums
 
-logits = st.lists(
-    st.one_of(st.floats(-1e4, 1e4), st.just(float("-inf"))), min_size=0, max_size=12
-)
+logits = st.lists(st.one_of(st.floats(-1e4, 1e4), st.just(float("-inf"))), min_size=0, max_size=12)
 
 
 def state(values):

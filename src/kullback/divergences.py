@@ -11,7 +11,8 @@ taken off each term: with c = f'(1) every term is >= 0 and an error in a normali
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kullback.formula import (
@@ -63,9 +64,7 @@ class Element(NamedTuple):
 def kl(x: Pair) -> Element:
     """Σ p log(p/q)"""
     if x.centred:  # p·(ratio + e^-ratio - 1) = p·ratio + excess
-        term = where(
-            absolute(x.ratio) < 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess
-        )
+        term = where(absolute(x.ratio) < 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess)
         return Element(term, mass_times(x.p, x.ratio), x.excess)
     term = mass_times(x.p, x.ratio)
     return Element(term, term + x.p, -x.p)
@@ -116,7 +115,7 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
 
 def total_variation(x: Pair) -> Element:
     """½ Σ |p - q|; the gradient at ties is 0"""
-    half_sign = where(x.excess < 0.0, 0.5, where(0.0 < x.excess, -0.5, 0.0))  # of p - q
+    half_sign = where(x.excess < 0.0, 0.5, where(x.excess > 0.0, -0.5, 0.0))  # of p - q
     return Element(0.5 * absolute(x.excess), half_sign * x.p, -(half_sign * x.q))
 
 
@@ -124,9 +123,7 @@ def hellinger(x: Pair) -> Element:
     """½ Σ (√p - √q)²"""
     root_p, root_q = sqrt(x.p), sqrt(x.q)
     difference = ratio_or_zero(x.excess, root_p + root_q)  # √q - √p
-    return Element(
-        0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference
-    )
+    return Element(0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference)
 
 
 def chi2(x: Pair) -> Element:
@@ -145,9 +142,7 @@ def alpha(x: Pair, alpha: Value = 0.5) -> Element:
     if x.centred:
         shortfall = alpha_shortfall(x, alpha)
         scale = 1.0 / (alpha * other)
-        return Element(
-            scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q
-        )
+        return Element(scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q)
     scale = 1.0 / (alpha * other)
     term = -(scale * overlap(x, alpha))
     return Element(term, alpha * term, other * term, lambda total: Finish(scale + total, 1.0))
@@ -206,7 +201,7 @@ def at_least(x: Value, bound: float) -> Value:
 
 class Divergence(NamedTuple):
     element: Callable[..., Element]
-    parameters: dict[str, float] = {}  # names and defaults
+    parameters: Mapping[str, float] = MappingProxyType({})  # names and defaults
     domain: str = ""  # of the parameter, in words, and
     admits: Callable[[float], bool] = lambda value: True  # as a test
 
@@ -215,17 +210,11 @@ DIVERGENCES: dict[str, Divergence] = {
     "kl": Divergence(kl),
     "reverse_kl": Divergence(reverse_kl),
     "jeffreys": Divergence(jeffreys),
-    "jensen_shannon": Divergence(
-        jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1
-    ),
-    "skew_kl": Divergence(
-        skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1
-    ),
+    "jensen_shannon": Divergence(jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1),
+    "skew_kl": Divergence(skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1),
     "total_variation": Divergence(total_variation),
     "hellinger": Divergence(hellinger),
     "chi2": Divergence(chi2),
     "alpha": Divergence(alpha, {"alpha": 0.5}, "finite, not 0 and not 1", lambda a: a not in (0, 1)),
-    "renyi": Divergence(
-        renyi, {"alpha": 0.5}, "positive and not 1", lambda a: a > 0 and a != 1
-    ),
+    "renyi": Divergence(renyi, {"alpha": 0.5}, "positive and not 1", lambda a: a > 0 and a != 1),
 }

@@ -60,9 +60,7 @@ FORMS: dict[str, Form] = {
     "logits": Form(
         mass=lambda x, norm: exp((x - norm.top) * norm.scale) * norm.inverse_total,
         log_mass=lambda x, norm: (x - norm.top) * norm.scale - norm.log_total,
-        pull_back=lambda x, mass, gradient, norm: (
-            (gradient - mass * norm.sum_gradient) * norm.scale
-        ),
+        pull_back=lambda x, mass, gradient, norm: (gradient - mass * norm.sum_gradient) * norm.scale,
         tame=None,  # a finite logit may have no mass
         normalised=True,
     ),
@@ -76,22 +74,16 @@ class Shift(NamedTuple):
     low: Value
 
 
-def pair(
-    form: str, target_form: str, x: Value, y: Value, norm: Norm, target_norm: Norm, shift: Shift
-) -> Pair:
+def pair(form: str, target_form: str, x: Value, y: Value, norm: Norm, target_norm: Norm, shift: Shift) -> Pair:
     """The element (x of the input, y of the target) as masses."""
     q = FORMS[form].mass(x, norm)
     p = FORMS[target_form].mass(y, target_norm)
     if form == target_form == "probs":
         return Pair(p, q, log_quotient(p, q), q - p, centred=False)
     if form == target_form == "logits":
-        ratio = logit_difference(
-            y, target_norm.scale, x, norm.scale, shift.high, shift.low
-        )
+        ratio = logit_difference(y, target_norm.scale, x, norm.scale, shift.high, shift.low)
     else:
-        ratio = log_difference(
-            FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm)
-        )
+        ratio = log_difference(FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm))
     # -p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf.
     excess = where(absolute(ratio) < 0.5, p * expm1(-ratio), q - p)
     centred = FORMS[form].normalised and FORMS[target_form].normalised

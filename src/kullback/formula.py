@@ -133,9 +133,7 @@ def log_difference(log_p: Value, log_q: Value) -> Value:
     return _apply("log_difference", log_p, log_q)
 
 
-def logit_difference(
-    y: Value, y_scale: Value, x: Value, x_scale: Value, shift: Value, shift_low: Value
-) -> Value:
+def logit_difference(y: Value, y_scale: Value, x: Value, x_scale: Value, shift: Value, shift_low: Value) -> Value:
     """(y·y_scale - x·x_scale) - (shift + shift_low), the rounding of the first difference kept.
 
     0 where both logits are -inf. In float32 this is two-difference arithmetic (Knuth), so that
@@ -201,9 +199,7 @@ def _logit_difference(
 ) -> Tensor:
     # The tensor path holds logits in float64, where the plain difference is exact enough.
     nothing = torch.eq(y, -math.inf) & torch.eq(x, -math.inf)
-    return _log_difference(y * y_scale, x * x_scale) - torch.where(
-        nothing, 0.0, shift + shift_low
-    )
+    return _log_difference(y * y_scale, x * x_scale) - torch.where(nothing, 0.0, shift + shift_low)
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -289,8 +285,7 @@ class Program:
             return order[node]
 
         self.outputs: dict[str, float | str | int] = {
-            name: visit(value) if isinstance(value, Symbol) else float(value)
-            for name, value in outputs.items()
+            name: visit(value) if isinstance(value, Symbol) else float(value) for name, value in outputs.items()
         }
         kept = {index for index in self.outputs.values() if isinstance(index, int)}
         last: dict[int, int] = {}

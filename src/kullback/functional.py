@@ -67,8 +67,7 @@ def kl_div(
             input, target = torch.broadcast_tensors(input, target)
         except RuntimeError:
             raise ValueError(
-                "input and target must have shapes that broadcast; "
-                f"got {_shape(input)} and {_shape(target)}"
+                f"input and target must have shapes that broadcast; got {_shape(input)} and {_shape(target)}"
             ) from None
     dtype = torch.promote_types(input.dtype, target.dtype)
     if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
@@ -163,8 +162,7 @@ def divergence(
     _check_name("target_form", target_form, FORMS)
     if input.shape != target.shape or input.dim() == 0:
         raise ValueError(
-            "input and target must have the same shape [..., vocab]; "
-            f"got {_shape(input)} and {_shape(target)}"
+            f"input and target must have the same shape [..., vocab]; got {_shape(input)} and {_shape(target)}"
         )
     inherits = target_temperature is None
     target_temperature = temperature if target_temperature is None else target_temperature
@@ -195,8 +193,12 @@ def _reduce(
         losses = (losses * weight).to(dtype)
         if reduction == "none":
             return losses
-        divisor = weight.sum() if normalizer is None else normalizer
-        return losses.sum() if reduction == "sum" else (losses.sum() / _nonzero(divisor)).to(dtype)
+        if reduction == "sum":
+            return losses.sum()
+        if normalizer is None:
+            normalizer = weight.sum()
+        divisor = _nonzero(normalizer) if isinstance(normalizer, Tensor) else normalizer
+        return (losses.sum() / divisor).to(dtype)
     if reduction == "none":
         return ops.per_row(input, target, weight, problem, dtype)
     if reduction == "sum":
@@ -215,11 +217,9 @@ def _reduce(
     return ops.total(input, target, None, 1 / max(rows, 1), problem, dtype)
 
 
-def _nonzero(divisor: float | Tensor) -> float | Tensor:
+def _nonzero(divisor: Tensor) -> Tensor:
     """The divisor, or 1 for 0: with no weight at all the loss is 0, not NaN."""
-    if isinstance(divisor, Tensor):
-        return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    return divisor
+    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
 
 
 def _problem(
@@ -235,9 +235,7 @@ def _problem(
     for name, value in params.items():
         if name not in values:
             known = ", ".join(values) or "none"
-            raise ValueError(
-                f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}"
-            )
+            raise ValueError(f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number; got {type(value).__name__}")
         if not (-math.inf < value < math.inf and spec.admits(value)):
@@ -253,9 +251,7 @@ def _temperature(name: str, value: float, form: str, is_for_other_side: bool) ->
         raise ValueError(f"{name} must be positive and finite; got {value}")
     if form != "logits":
         if value != 1 and not is_for_other_side:
-            raise ValueError(
-                f"{name} divides logits, and form {form!r} holds none; got {value}"
-            )
+            raise ValueError(f"{name} divides logits, and form {form!r} holds none; got {value}")
         return 1.0
     return float(value)
 
@@ -266,13 +262,9 @@ def _row_weight(weight: Tensor, input: Tensor) -> Tensor:
     if weight.dtype not in FLOATS and weight.dtype != torch.bool:
         raise TypeError(f"row_weight must be of float or bool dtype; got {weight.dtype}")
     if weight.shape != input.shape[:-1]:
-        raise ValueError(
-            f"row_weight must have the rows' shape {_shape(input, -1)}; got {_shape(weight)}"
-        )
+        raise ValueError(f"row_weight must have the rows' shape {_shape(input, -1)}; got {_shape(weight)}")
     if weight.device != input.device:
-        raise ValueError(
-            f"row_weight must be on the input's device {input.device}; got {weight.device}"
-        )
+        raise ValueError(f"row_weight must be on the input's device {input.device}; got {weight.device}")
     return weight.to(ops.accumulator(input))
 
 
@@ -283,9 +275,7 @@ def _check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor)
         if normalizer.dim() != 0:
             raise ValueError(f"normalizer must be a number or 0-d; got shape {_shape(normalizer)}")
         if normalizer.device not in (input.device, torch.device("cpu")):
-            raise ValueError(
-                f"normalizer must be on the input's device {input.device}; got {normalizer.device}"
-            )
+            raise ValueError(f"normalizer must be on the input's device {input.device}; got {normalizer.device}")
     elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number or a 0-d tensor; got {type(normalizer).__name__}")
     elif not 0 < normalizer < math.inf:
@@ -297,13 +287,9 @@ def _check_pair(input: Tensor, target: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
         if tensor.dtype not in FLOATS:
-            raise TypeError(
-                f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}"
-            )
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
     if input.device != target.device:
-        raise ValueError(
-            f"input and target must be on one device; got {input.device} and {target.device}"
-        )
+        raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
 
 
 def _check_name(argument: str, name: str, known: Iterable[str]) -> None:
@@ -313,9 +299,7 @@ def _check_name(argument: str, name: str, known: Iterable[str]) -> None:
 
 def _unknown(argument: str, name: object, known: Iterable[str]) -> NoReturn:
     names = tuple(known)
-    raise ValueError(
-        f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}"
-    )
+    raise ValueError(f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -18,18 +18,14 @@ class KLDivLoss(nn.Module):
     tensor(0.6931)
     """
 
-    def __init__(
-        self, reduction: str = "mean", log_target: bool = False, *, form: str = "log_probs"
-    ) -> None:
+    def __init__(self, reduction: str = "mean", log_target: bool = False, *, form: str = "log_probs") -> None:
         super().__init__()
         self.reduction = reduction
         self.log_target = log_target
         self.form = form
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return functional.kl_div(
-            input, target, self.reduction, self.log_target, form=self.form
-        )
+        return functional.kl_div(input, target, self.reduction, self.log_target, form=self.form)
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, log_target={self.log_target}, form={self.form!r}"
@@ -62,6 +58,4 @@ class DivergenceLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            [repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())]
-        )
+        return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])

@@ -25,16 +25,14 @@ PROBLEM = "str divergence, float[] numbers"  # Problem.spelling and Problem.numb
 
 library = torch.library.Library("kullback", "DEF")
 library.define(
-    "value(Tensor input, Tensor target, Tensor? coefficient, float scale, "
-    f"{PROBLEM}, ScalarType dtype) -> Tensor"
+    f"value(Tensor input, Tensor target, Tensor? coefficient, float scale, {PROBLEM}, ScalarType dtype) -> Tensor"
 )
 library.define(
     "value_and_gradient(Tensor input, Tensor target, Tensor? coefficient, float scale, "
     f"{PROBLEM}, ScalarType dtype, bool of_input, bool of_target) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
-    f"per_row(Tensor input, Tensor target, Tensor? coefficient, {PROBLEM}, ScalarType dtype)"
-    " -> (Tensor, Tensor)"
+    f"per_row(Tensor input, Tensor target, Tensor? coefficient, {PROBLEM}, ScalarType dtype) -> (Tensor, Tensor)"
 )
 library.define(
     f"gradient(Tensor input, Tensor target, Tensor? state, Tensor cotangent, {PROBLEM}, "
@@ -45,7 +43,8 @@ library.define("scale_(Tensor(a!) gradient, Tensor factor) -> ()")
 
 @functools.lru_cache(maxsize=1024)
 def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
-    return Problem(*divergence.split(), numbers)
+    kind, form, target_form = divergence.split()
+    return Problem(kind, form, target_form, numbers)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
@@ -94,9 +93,7 @@ def _value_and_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, y = _as_rows(input), _as_rows(target)
     problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
-    loss, d_input, d_target = backends.call(
-        "total", problem, x, y, weight, scale, dtype, (of_input, of_target)
-    )
+    loss, d_input, d_target = backends.call("total", problem, x, y, weight, scale, dtype, (of_input, of_target))
     return loss, _or_empty(d_input, input), _or_empty(d_target, target)
 
 
@@ -127,9 +124,7 @@ def _gradient(
     x, y = _as_rows(input), _as_rows(target)
     problem, upstream = _problem(divergence, tuple(numbers)), _row_vector(cotangent, x.size(0))
     known = state if state is not None and state.numel() else None
-    d_input, d_target = backends.call(
-        "gradient", problem, x, y, known, upstream, (of_input, of_target)
-    )
+    d_input, d_target = backends.call("gradient", problem, x, y, known, upstream, (of_input, of_target))
     return _or_empty(d_input, input), _or_empty(d_target, target)
 
 
@@ -156,9 +151,7 @@ gradients_of = torch.ops.kullback.gradient.default
 scale_in_place = torch.ops.kullback.scale_.default
 
 
-def _fake_gradients(
-    input: Tensor, target: Tensor, of_input: bool, of_target: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_gradients(input: Tensor, target: Tensor, of_input: bool, of_target: bool) -> tuple[Tensor, Tensor]:
     return (
         input.new_empty(input.shape if of_input else (0,)),
         target.new_empty(target.shape if of_target else (0,)),
@@ -323,14 +316,14 @@ class Gradient(torch.autograd.Function):
         ctx.save_for_backward(input, target, cotangent)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         input, target, cotangent = ctx.saved_tensors
         want: Wanted = ctx.want
 
         def formula(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, ...]:
             return gradient_by_formula(ctx.problem, x, y, g, want)
 
-        _, pull_back = torch.func.vjp(formula, input, target, cotangent)
+        pull_back = torch.func.vjp(formula, input, target, cotangent)[1]
         wanted = tuple(u for u, w in zip(upstream, want, strict=True) if w)
         d_input, d_target, d_cotangent = pull_back(wanted)
         return d_input, d_target, None, d_cotangent, None, None
@@ -366,9 +359,7 @@ class Total(torch.autograd.Function):
         problem: Problem,
         dtype: torch.dtype,
     ) -> Tensor:
-        loss: Tensor = value(
-            input, target, coefficient, scale, problem.spelling, problem.numbers, dtype
-        )
+        loss: Tensor = value(input, target, coefficient, scale, problem.spelling, problem.numbers, dtype)
         return loss
 
     @staticmethod
@@ -377,7 +368,7 @@ class Total(torch.autograd.Function):
         ctx.save_for_backward(input, target, coefficient)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         input, target, coefficient = ctx.saved_tensors
         cotangent = upstream.to(accumulator(input)) * ctx.scale
         if coefficient is not None:
@@ -407,12 +398,12 @@ class EagerTotal(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.written is None or torch.is_grad_enabled():
             return Total.backward(ctx, upstream)
         # Handed over, not lent: autograd may keep them. A second backward finds them anew.
         written, ctx.written = ctx.written, None
-        input, target, _ = ctx.saved_tensors  # raises where an input was modified since
+        ctx.saved_tensors  # noqa: B018 # raises where an input was modified since
         results: list[Tensor | None] = [None, None]
         for index, wanted in enumerate(ctx.needs_input_grad[:2]):
             if wanted:
@@ -434,9 +425,7 @@ class PerRow(torch.autograd.Function):
         problem: Problem,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = row_losses(
-            input, target, coefficient, problem.spelling, problem.numbers, dtype
-        )
+        result: tuple[Tensor, Tensor] = row_losses(input, target, coefficient, problem.spelling, problem.numbers, dtype)
         return result
 
     @staticmethod
@@ -446,7 +435,7 @@ class PerRow(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         input, target, coefficient, state = ctx.saved_tensors
         if upstream.dtype in (torch.float16, torch.bfloat16):
             upstream = upstream.float()
@@ -491,9 +480,7 @@ def total(
     return Total.forward(input, target, coefficient, scale, problem, dtype)
 
 
-def per_row(
-    input: Tensor, target: Tensor, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype
-) -> Tensor:
+def per_row(input: Tensor, target: Tensor, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype) -> Tensor:
     """coefficient · loss of each row, `input.shape[:-1]`."""
     return PerRow.apply(input, target, coefficient, problem, dtype)[0]  # type: ignore[no-any-return]
 

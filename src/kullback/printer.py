@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kullback.divergences import DIVERGENCES
-from kullback.formula import Program
 from kullback.forms import FORMS
+from kullback.formula import Program
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -63,9 +63,7 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 """
 
 
-def print_steps(
-    program: Program, kind: str, names: dict[str, str], prefix: str
-) -> tuple[str, dict[str, str]]:
+def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str) -> tuple[str, dict[str, str]]:
     """The program's statements, and the expression of each of its outputs."""
     text: list[str] = []
     values: list[str] = []

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import DIVERGENCES, Element, Finish
-from kullback.formula import Program, Value, variable
 from kullback.forms import FORMS, Norm, Shift, pair
+from kullback.formula import Program, Value, variable
 
 ROW_VARIABLES = (
     *(f"{side}_{field}" for side in ("input", "target") for field in Norm._fields),
@@ -82,16 +82,11 @@ def _program(kind: str, form: str, target_form: str, outputs: tuple[str, ...]) -
 def formula(kind: str, form: str, target_form: str) -> Formula:
     """Trace the divergence once for a pair of forms."""
     x, y, total = variable("x"), variable("y"), variable("total")
-    norm, target_norm = (
-        Norm(*(variable(f"{side}_{field}") for field in Norm._fields))
-        for side in ("input", "target")
-    )
+    norm, target_norm = (Norm(*(variable(f"{side}_{field}") for field in Norm._fields)) for side in ("input", "target"))
     shift = Shift(variable("shift_high"), variable("shift_low"))
     masses = pair(form, target_form, x, y, norm, target_norm, shift)
     divergence = DIVERGENCES[kind]
-    element: Element = divergence.element(
-        masses, **{name: variable(name) for name in divergence.parameters}
-    )
+    element: Element = divergence.element(masses, **{name: variable(name) for name in divergence.parameters})
     finish: Finish = element.finish(total)
     return Formula(
         {

@@ -45,10 +45,7 @@ def make_inputs(rows: int, vocab: int, dtype: torch.dtype, form: str, device: st
 
 def fitting_rows(rows: int, vocab: int, dtype: torch.dtype, device: str) -> int:
     """As many rows as leave room for the textbook's temporaries."""
-    if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = _available_memory()
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_memory()
     # Two inputs, a gradient, and the six or so float32 temporaries of an eager formula.
     per_row = vocab * (3 * dtype.itemsize + 6 * max(4, dtype.itemsize))
     return max(1, min(rows, int(0.8 * free) // per_row))
@@ -73,9 +70,7 @@ def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
 
         def eager(x: Tensor, y: Tensor) -> Tensor:  # as users write it
             log_q = torch.log(x) if form == "probs" else x
-            return torch.nn.functional.kl_div(
-                log_q, y, reduction="batchmean", log_target=form == "log_probs"
-            )
+            return torch.nn.functional.kl_div(log_q, y, reduction="batchmean", log_target=form == "log_probs")
 
     yield "eager", eager
     yield "torch.compile", torch.compile(eager)
@@ -113,7 +108,7 @@ class Clock:
                 begin = time.perf_counter()
                 run()
                 times.append(time.perf_counter() - begin)
-        return statistics.median(times)
+        return float(statistics.median(times))
 
     def peak(self, run: Callable[[], Any]) -> int | None:
         """Bytes allocated at most above what was there before; only the CUDA allocator can tell."""
@@ -136,9 +131,7 @@ def ceiling(x: Tensor, y: Tensor, clock: Clock) -> float:
     launcher = cuda.Launcher(text, "kullback_ceiling", x.device.index or 0)
     out = torch.zeros(1, dtype=torch.int32, device=x.device)
     count = x.numel() * x.itemsize // cuda.plan.VECTOR_BYTES
-    return clock.seconds(
-        lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count)
-    )
+    return clock.seconds(lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
 
 
 def bench(
@@ -196,9 +189,7 @@ def bench(
     }
 
 
-def _measure(
-    loss: Loss, x: Tensor, y: Tensor, forward_only: bool, truth: Tensor, clock: Clock
-) -> dict[str, Any]:
+def _measure(loss: Loss, x: Tensor, y: Tensor, forward_only: bool, truth: Tensor, clock: Clock) -> dict[str, Any]:
     if forward_only:
         run = lambda: loss(x, y)
         value = run()
@@ -269,8 +260,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     times = [e["seconds"] * 1e3 for e in entries]
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(entries) + 1.6))
     colours = ["tab:blue" if e["name"] == "kullback" else "tab:gray" for e in entries]
-    axes.barh(labels, times, color=colours)
-    axes.bar_label(axes.containers[0], fmt=" %.3g", padding=2)
+    bars = axes.barh(labels, times, color=colours)
+    axes.bar_label(bars, fmt=" %.3g", padding=2)
     floor = result["read_seconds"] * 1e3
     axes.axvline(floor, color="tab:red", linestyle="--", label=f"reading both inputs: {floor:.3g} ms")
     axes.invert_yaxis()

@@ -161,9 +161,7 @@ ROW_BUDGET = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-3, "float16": 1e-
 def _parse_shape(shape: str) -> tuple[int, int]:
     parts = shape.lower().split("x")
     if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(
-            f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape"
-        )
+        raise typer.BadParameter(f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape")
     return int(parts[0]), int(parts[1])
 
 

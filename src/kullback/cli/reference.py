@@ -13,11 +13,16 @@ def masses(x: Tensor, form: str) -> Tensor:
     return x.exp() if form == "log_probs" else x
 
 
+def log_masses(x: Tensor, form: str) -> Tensor:
+    if form == "logits":
+        return x.log_softmax(-1)
+    return x.log() if form == "probs" else x
+
+
 def rows(kind: str, form: str, x: Tensor, y: Tensor, **parameters: float) -> Tensor:
     """The divergence of each row, as a textbook would write it."""
     if kind in ("kl", "reverse_kl", "jeffreys"):
-        logs = {"probs": torch.log, "log_probs": torch.clone, "logits": lambda t: t.log_softmax(-1)}[form]
-        log_q, log_p = logs(x), logs(y)
+        log_q, log_p = log_masses(x, form), log_masses(y, form)
         p_q = lambda: F.kl_div(log_q, masses(y, form), reduction="none").sum(-1)
         q_p = lambda: F.kl_div(log_p, masses(x, form), reduction="none").sum(-1)
         return {"kl": p_q, "reverse_kl": q_p, "jeffreys": lambda: p_q() + q_p()}[kind]()

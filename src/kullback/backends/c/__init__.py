@@ -58,34 +58,17 @@ class Variant:
     want: tuple[bool, bool]
 
 
+POINTERS = ("x", "y", "input_gradient", "target_gradient", "weight", "loss", "state", "known_state", "partial")
+
+
 class Arguments(ctypes.Structure):
     """`Arguments` of rows.c."""
 
     _fields_ = (
-        [
-            (name, ctypes.c_void_p)
-            for name in (
-                "x",
-                "y",
-                "input_gradient",
-                "target_gradient",
-                "weight",
-                "loss",
-                "state",
-                "known_state",
-                "partial",
-            )
-        ]
-        + [
-            (name, ctypes.c_int64) for name in ("rows", "vocab", "x_stride", "y_stride", "elements")
-        ]
-        + [
-            ("scale", ctypes.c_double),
-            ("input_temperature", ctypes.c_double),
-            ("target_temperature", ctypes.c_double),
-            ("parameter", ctypes.c_double),
-            ("threads", ctypes.c_int32),
-        ]
+        [(name, ctypes.c_void_p) for name in POINTERS]
+        + [(name, ctypes.c_int64) for name in ("rows", "vocab", "x_stride", "y_stride", "elements")]
+        + [(name, ctypes.c_double) for name in ("scale", "input_temperature", "target_temperature", "parameter")]
+        + [("threads", ctypes.c_int32)]
     )
 
 
@@ -111,11 +94,11 @@ def compiler() -> tuple[str, ...]:
     version = f"-DCOMPILER_VERSION={os.stat(binary).st_mtime_ns}" if binary else "-DCOMPILER_VERSION=0"
     vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     error = ""
+    probe = "int probe(void) { return 0; }\n"
     for extra in (["-fopenmp", *vectors], ["-fopenmp"], ["-fopenmp-simd"], []):
         command = (*name.split(), *FLAGS, version, *extra)
-        probe = "int probe(void) { return 0; }\n"
         try:
-            build.cached(repr((command, probe)), ".so", lambda c=command: _compile(c, probe))  # type: ignore[misc]
+            build.cached(repr((command, probe)), ".so", functools.partial(_compile, command, probe))
         except BuildError as problem:
             error = str(problem)
             continue
@@ -158,9 +141,7 @@ def source(variant: Variant) -> str:
     """The whole C file of a kernel."""
     problem = Problem(variant.kind, variant.form, variant.target_form)
     double = torch.float64 in (variant.x, variant.y)
-    x, y, weight, loss = (
-        TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss)
-    )
+    x, y, weight, loss = (TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss))
     values = {
         "X": x,
         "Y": y,
@@ -226,9 +207,7 @@ def total(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
     gradients = _outputs(x, y, want)
-    partial = _run(
-        problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True
-    )
+    partial = _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True)
     assert partial is not None
     return (partial.sum() * scale).to(dtype), *gradients
 

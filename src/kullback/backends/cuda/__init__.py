@@ -155,9 +155,7 @@ class Launcher:
         self.index = index
         self.launch = core.launch
         self.blocks = resident * torch.cuda.get_device_properties(index).multi_processor_count
-        self.config = functools.cache(
-            lambda blocks: core.LaunchConfig(grid=blocks, block=plan.THREADS)
-        )
+        self.config = functools.cache(lambda blocks: core.LaunchConfig(grid=blocks, block=plan.THREADS))
 
     def __call__(self, blocks: int, *arguments: int | float) -> None:
         stream = _stream(self.index, raw_stream(self.index))
@@ -187,7 +185,7 @@ def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launche
     """The kernel of that shape; `fields` are those of `Variant` before `shape`."""
     *_, x, y, _, _, _, want = fields
     shape = plan.shape(lanes, flat, x, y, sum(want))
-    return Launcher(source(Variant(*fields, shape)), "kullback_rows", index), shape
+    return Launcher(source(Variant(*(*fields, shape))), "kullback_rows", index), shape
 
 
 @functools.cache
@@ -234,9 +232,7 @@ def total(
     """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
     gradients = _outputs(x, y, want)
     result = x.new_empty((), dtype=dtype)
-    _run(
-        problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=result
-    )
+    _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=result)
     return result, *gradients
 
 

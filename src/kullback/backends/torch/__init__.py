@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kullback.formula import TENSOR
 from kullback.forms import FORMS
+from kullback.formula import TENSOR
 from kullback.rows import STATE_FIELDS, LogSumExp, Problem, State, Sums
 
 # Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
@@ -103,9 +103,7 @@ def gradient(
 class Chunk:
     """A few rows, and what is known of them."""
 
-    def __init__(
-        self, problem: Problem, x: Tensor, y: Tensor, state: State | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, state: State | None = None) -> None:
         self.problem = problem
         dtype = _compute_dtype(problem, x, y)
         self.x, self.y = x.to(dtype), y.to(dtype)
@@ -159,9 +157,7 @@ class Chunk:
             sums = self.run(*names)
             term = _sum(sums["term"])
             nothing = torch.zeros_like(term)
-            self.sums = Sums(
-                term, *(_sum(sums[n]) if n in sums else nothing for n in ("d_log_p", "d_log_q"))
-            )
+            self.sums = Sums(term, *(_sum(sums[n]) if n in sums else nothing for n in ("d_log_p", "d_log_q")))
         return self.sums
 
     def run(self, *outputs: str) -> dict[str, Tensor]:
@@ -178,9 +174,7 @@ class Chunk:
         weight = coefficient[rows]
         return torch.where(weight == 0, 0, value) * weight
 
-    def write(
-        self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor
-    ) -> None:
+    def write(self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor) -> None:
         """Fill these rows of the wanted gradients; a row of cotangent 0 gets zeros, whatever it holds."""
         if self.problem.needs_norms:
             sums = self.state()
@@ -258,9 +252,7 @@ def gradient_by_formula(
     """
     dtype = _compute_dtype(problem, x, y)
     skipped = (cotangent == 0).unsqueeze(-1)  # not read: 1 is harmless in every form
-    values = {
-        side: torch.where(skipped, 1.0, t.to(dtype)) for side, t in (("input", x), ("target", y))
-    }
+    values = {side: torch.where(skipped, 1.0, t.to(dtype)) for side, t in (("input", x), ("target", y))}
     variables: dict[str, Any] = {
         "x": values["input"],
         "y": values["target"],
@@ -286,9 +278,7 @@ def gradient_by_formula(
     sums = problem.program("term", "d_log_p", "d_log_q").run(variables)
     variables["input_sum_gradient"] = sums["d_log_q"].sum(-1, keepdim=True)
     variables["target_sum_gradient"] = sums["d_log_p"].sum(-1, keepdim=True)
-    slope = problem.formula.finish.run(
-        {"total": sums["term"].sum(-1), **problem.parameters}
-    )["slope"]
+    slope = problem.formula.finish.run({"total": sums["term"].sum(-1), **problem.parameters})["slope"]
     upstream = (cotangent.to(dtype) * slope).unsqueeze(-1)
     names = [name for name, wanted in zip(("input", "target"), want, strict=True) if wanted]
     results = problem.program(*names).run(variables)
