@@ -6,7 +6,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) kullback_scale(X *gradient
         return;
     const long long step = (long long)gridDim.x * THREADS, vectors = is_aligned(gradient) ? count / WIDTH : 0;
     for (long long v = (long long)blockIdx.x * THREADS + threadIdx.x; v < vectors; v += step) {
-        Packed<X> values = load(gradient + v * WIDTH);
+        Packed<X> values = *(const Packed<X> *)(gradient + v * WIDTH);
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             values.element[k] = rounded<X>(to_real(values.element[k]) * by);

@@ -1,4 +1,4 @@
-/* Element types, and WIDTH of them at a time in 16-byte accesses that pass the caches by. */
+/* Element types, and WIDTH of them at a time in 16-byte accesses: read-only loads, streaming stores. */
 
 typedef struct { unsigned short bits; } bfloat16;
 typedef struct { unsigned short bits; } float16;
@@ -39,7 +39,7 @@ template <typename T> INLINE Packed<T> load(const T *p)
     uint4 *words = (uint4 *)&result;
 #pragma unroll
     for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
-        words[i] = __ldcs((const uint4 *)p + i);
+        words[i] = __ldg((const uint4 *)p + i);
     return result;
 }
 
