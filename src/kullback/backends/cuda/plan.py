@@ -44,9 +44,9 @@ def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int
     """The launch shape of a kernel that writes so many gradients, `lanes` threads a row."""
     width = VECTOR_BYTES // min(x.itemsize, y.itemsize)
     # Measured on an H200 (benchmarks/tune.py): four reads of each tensor in flight a thread and four
-    # blocks reach the read ceiling; where gradients are written too, 32 bytes in flight a thread are best.
+    # blocks reach the read ceiling; where gradients are written too, one vector at a time is best.
     doubles = torch.float64 in (x, y)
-    unroll = 1 if doubles or x.itemsize != y.itemsize else 4 if not gradients else 4 // x.itemsize
+    unroll = 1 if gradients or doubles or x.itemsize != y.itemsize else 4
     # What four blocks leave a thread (64 registers) holds one gradient; a row's own finish, a second
     # gradient or float64 would spill.
     min_blocks = 4 if flat and gradients < 2 and not doubles else 2
