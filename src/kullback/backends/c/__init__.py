@@ -54,7 +54,6 @@ class Variant:
     y: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
-    want_sum: bool
     want: tuple[bool, bool]
 
 
@@ -152,7 +151,6 @@ def source(variant: Variant) -> str:
         "STORE_X": f"store_{x}",
         "STORE_Y": f"store_{y}",
         "STORE_LOSS": f"store_{loss}",
-        "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
         **tame_ranges(variant.form, variant.target_form),
@@ -283,7 +281,6 @@ def _run(
         y.dtype,
         torch.float64 if weight is None else weight.dtype,
         torch.float64 if loss is None else loss.dtype,
-        total or loss is not None,
         (gradients[0] is not None, gradients[1] is not None),
     )
     run(

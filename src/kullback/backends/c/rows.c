@@ -1,5 +1,5 @@
 /* Rows of a divergence on a CPU. The formula is pasted above as `element` and `finish`; so are the
-   macros X, Y (element types of input and target), WEIGHT, LOSS, WANT_SUM, WANT_INPUT, WANT_TARGET.
+   macros X, Y (element types of input and target), WEIGHT, LOSS, WANT_INPUT, WANT_TARGET.
 
    Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
    the shape alone: neither the number of threads nor the rows beside a row can change its result. */
@@ -149,14 +149,11 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
-#define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT && WANT_SUM)
-#define SUM_FIRST (WANT_SUM || NEEDS_NORMS || !FINISH_IS_LINEAR)
+#define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT)
 #if ONE_SWEEP
 SWEEP(sum_and_gradient, 1, 1)
 #else
-#if SUM_FIRST
 SWEEP(sum, 1, 0)
-#endif
 #if WANT_GRADIENT
 SWEEP(gradient, 0, 1)
 #endif
@@ -244,7 +241,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     row.target_sum_gradient = (real)sums.d_log_p;
 #elif ONE_SWEEP
     sum_and_gradient(x, y, input_gradient, target_gradient, n, row, parameters, (real)(weight * a->scale), &sums);
-#elif SUM_FIRST
+#else
     sum(x, y, input_gradient, target_gradient, n, row, parameters, 0, &sums);
 #endif
     const Finish done = finish(sums.term, parameters);
@@ -277,14 +274,13 @@ CLONES NOINLINE static void elementwise(const Arguments *a, int64_t start, int64
 #if WANT_TARGET
     Y *target_gradient = a->target_gradient;
 #endif
-    (void)scale, (void)loss;
+    (void)scale;
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
         const Element e = k_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
         const real weight = weights ? (real)weights[i] : (real)1;
-#if WANT_SUM
-        loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
-#endif
+        if (loss)
+            loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
 #if WANT_INPUT
         input_gradient[i] = STORE_X(weight == 0 ? (real)0 : scale * weight * e.input);
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -43,6 +44,12 @@ class Variant:
     want_sum: bool
     want: tuple[bool, bool]
     shape: plan.Shape
+
+
+if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
+    # Half of a first call's time otherwise. Where it is missing, `unavailable` says so.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("cuda.core")
 
 
 def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
