@@ -150,9 +150,9 @@ def divergence(
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     >>> kullback.divergence(student, teacher)
-    tensor(0.2952)
+    tensor(0.3776)
     >>> kullback.divergence(student, teacher, "jensen_shannon", weight=0.5, reduction="none")
-    tensor([0.0684])
+    tensor([0.0807])
     """
     _check_pair(input, target)
     _check_name("kind", kind, DIVERGENCES)
