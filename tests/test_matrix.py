@@ -47,10 +47,35 @@ def textbook_in(dtype, x, y, kind, form, target_form, **options):
     return oracle.rows(kind, p, q, **options).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize(("form", "target_form"), [*itertools.product(oracle.FORMS, repeat=2)])
+CASES = [
+    (form, target_form, dtype) for form, target_form in itertools.product(oracle.FORMS, repeat=2) for dtype in DTYPES
+]
+# Two forms and 16 bits at once: nothing of the one touches the other in C, where each case compiles two kernels.
+LONG = [case for case in CASES if case[0] != case[1] and case[2].itemsize == 2]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
 @pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize(("form", "target_form", "dtype"), [c for c in CASES if c not in LONG], ids=name)
 def test_values_and_gradients(kind, form, target_form, dtype, path, device, generator):
+    check(kind, form, target_form, dtype, device, generator)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["torch", pytest.param("c", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)],
+    indirect=True,
+)
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize(("form", "target_form", "dtype"), LONG, ids=name)
+def test_values_and_gradients_of_mixed_forms_in_16_bits(kind, form, target_form, dtype, path, device, generator):
+    check(kind, form, target_form, dtype, device, generator)
+
+
+def check(kind, form, target_form, dtype, device, generator):
     x = sample(form, (ROWS, VOCAB), generator, dtype)
     y = sample(target_form, (ROWS, VOCAB), generator, dtype)
     weight = torch.rand(ROWS, generator=generator, dtype=torch.float64)
