@@ -53,7 +53,7 @@ def standalone() -> str:
 STANDALONE = '''\
 """KL divergence of KernelBench level 1, problem 98: each tensor is read once, in one launch.
 
-Printed by `kullback export kernelbench` (https://pypi.org/project/kullback).
+Printed by `kullback export kernelbench`.
 """
 
 import torch
