@@ -13,7 +13,7 @@ from torch import Tensor
 from kullback import ops
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.rows import Problem
+from kullback.rows import Problem, accumulator
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
@@ -206,7 +206,7 @@ def _reduce(
     if isinstance(normalizer, Tensor):
         if normalizer.requires_grad or ops.hides_gradients():
             return (ops.total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
-        inverse = 1 / _nonzero(normalizer.detach().to(input.device, ops.accumulator(input)))
+        inverse = 1 / _nonzero(normalizer.detach().to(input.device, accumulator(input)))
         weight = inverse if weight is None else weight * inverse
         return ops.total(input, target, weight, 1.0, problem, dtype)
     if normalizer is not None:
@@ -265,7 +265,7 @@ def _row_weight(weight: Tensor, input: Tensor) -> Tensor:
         raise ValueError(f"row_weight must have the rows' shape {_shape(input, -1)}; got {_shape(weight)}")
     if weight.device != input.device:
         raise ValueError(f"row_weight must be on the input's device {input.device}; got {weight.device}")
-    return weight.to(ops.accumulator(input))
+    return weight.to(accumulator(input))
 
 
 def _check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor) -> None:

@@ -17,9 +17,7 @@ from torch import Tensor
 from kullback import backends
 from kullback.backends import cuda
 from kullback.backends.torch import gradient_by_formula
-from kullback.rows import STATE_FIELDS, Problem
-
-Wanted = tuple[bool, bool]  # the gradient of the input, of the target
+from kullback.rows import STATE_FIELDS, Problem, Wanted, accumulator
 
 PROBLEM = "str divergence, float[] numbers"  # Problem.spelling and Problem.numbers
 
@@ -483,8 +481,3 @@ def total(
 def per_row(input: Tensor, target: Tensor, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype) -> Tensor:
     """coefficient · loss of each row, `input.shape[:-1]`."""
     return PerRow.apply(input, target, coefficient, problem, dtype)[0]  # type: ignore[no-any-return]
-
-
-def accumulator(tensor: Tensor) -> torch.dtype:
-    """The dtype of row coefficients and cotangents: float64 where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

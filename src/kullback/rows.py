@@ -141,6 +141,21 @@ class State(NamedTuple):
 
 STATE_FIELDS = 7
 
+Wanted = tuple[bool, bool]  # the gradient of the input, of the target
+
+
+def gradient_outputs(x: Tensor, y: Tensor, want: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    """Contiguous tensors to write the wanted gradients to."""
+    return (
+        x.new_empty(x.shape) if want[0] else None,
+        y.new_empty(y.shape) if want[1] else None,
+    )
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums, row coefficients and cotangents: float64 where the device has it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
 
 def documentation(kind: str) -> str:
     """The definition, from the divergence's docstring."""

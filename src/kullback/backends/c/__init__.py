@@ -20,7 +20,7 @@ from torch import Tensor
 from kullback.backends import build
 from kullback.backends.build import BuildError
 from kullback.printer import print_functor, tame_ranges
-from kullback.rows import STATE_FIELDS, Problem
+from kullback.rows import STATE_FIELDS, Problem, Wanted, gradient_outputs
 
 HERE = Path(__file__).parent
 TYPES = {
@@ -54,7 +54,7 @@ class Variant:
     y: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
-    want: tuple[bool, bool]
+    want: Wanted
 
 
 POINTERS = ("x", "y", "input_gradient", "target_gradient", "weight", "loss", "state", "known_state", "partial")
@@ -201,10 +201,10 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = _outputs(x, y, want)
+    gradients = gradient_outputs(x, y, want)
     partial = _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True)
     assert partial is not None
     return (partial.sum() * scale).to(dtype), *gradients
@@ -216,20 +216,13 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of Σ cotangent · loss; from the row states, or without them."""
-    gradients = _outputs(x, y, want)
+    gradients = gradient_outputs(x, y, want)
     known = state if problem.needs_norms else None
     _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=known)
     return gradients
-
-
-def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        x.new_empty(x.shape) if want[0] else None,
-        y.new_empty(y.shape) if want[1] else None,
-    )
 
 
 def _run(

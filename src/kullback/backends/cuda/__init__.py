@@ -18,7 +18,7 @@ from kullback.backends import build
 from kullback.backends.build import BuildError
 from kullback.backends.cuda import plan
 from kullback.printer import print_functor, tame_ranges
-from kullback.rows import Problem
+from kullback.rows import Problem, Wanted, gradient_outputs
 
 HERE = Path(__file__).parent
 TYPES = {
@@ -42,7 +42,7 @@ class Variant:
     weight: torch.dtype
     loss: torch.dtype
     want_sum: bool
-    want: tuple[bool, bool]
+    want: Wanted
     shape: plan.Shape
 
 
@@ -234,10 +234,10 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = _outputs(x, y, want)
+    gradients = gradient_outputs(x, y, want)
     result = x.new_empty((), dtype=dtype)
     _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=result)
     return result, *gradients
@@ -249,10 +249,10 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of Σ cotangent · loss."""
-    gradients = _outputs(x, y, want)
+    gradients = gradient_outputs(x, y, want)
     _run(problem, x, y, weight=cotangent, gradients=gradients)
     return gradients
 
@@ -263,13 +263,6 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
         launcher = _scaler(gradient.dtype, factor.dtype, gradient.device.index)
         blocks = -(-gradient.numel() * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
         launcher(blocks, gradient.data_ptr(), factor.data_ptr(), gradient.numel())
-
-
-def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    return (
-        x.new_empty(x.shape) if want[0] else None,
-        y.new_empty(y.shape) if want[1] else None,
-    )
 
 
 def _run(

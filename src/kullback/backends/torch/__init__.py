@@ -15,7 +15,16 @@ from torch import Tensor
 
 from kullback.forms import FORMS
 from kullback.formula import TENSOR
-from kullback.rows import STATE_FIELDS, LogSumExp, Problem, State, Sums
+from kullback.rows import (
+    STATE_FIELDS,
+    LogSumExp,
+    Problem,
+    State,
+    Sums,
+    Wanted,
+    accumulator,
+    gradient_outputs,
+)
 
 # Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
 CPU_CHUNK = 1 << 18
@@ -61,21 +70,18 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = _outputs(x, y, want)
-    result = torch.zeros((), dtype=_accumulator(x), device=x.device)
+    gradients = gradient_outputs(x, y, want)
+    result = torch.zeros((), dtype=accumulator(x), device=x.device)
     for rows in _chunks(x):
         chunk = Chunk(problem, x[rows], y[rows])
         state = chunk.state()
         value, slope = chunk.finish(state)
         result += chunk.weighted(value, coefficient, rows).sum()
         if any(want):
-            cotangent = slope * scale
-            if coefficient is not None:
-                cotangent = torch.where(coefficient[rows] == 0, 0, cotangent) * coefficient[rows]
-            chunk.write(gradients, rows, cotangent)
+            chunk.write(gradients, rows, chunk.weighted(slope * scale, coefficient, rows))
     return (result * scale).to(dtype), *gradients
 
 
@@ -85,18 +91,17 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: tuple[bool, bool],
+    want: Wanted,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of Σ cotangent · loss; from the row states, or without them."""
-    gradients = _outputs(x, y, want)
+    gradients = gradient_outputs(x, y, want)
     for rows in _chunks(x):
         known = None if state is None else State.unpack(state[:, rows])
         chunk = Chunk(problem, x[rows], y[rows], known)
-        slope: Tensor | float = 1.0
+        slope = cotangent.new_ones(())
         if not problem.formula.finish_is_linear:
             _, slope = chunk.finish(chunk.state())
-        upstream = cotangent[rows]
-        chunk.write(gradients, rows, torch.where(upstream == 0, 0, slope) * upstream)
+        chunk.write(gradients, rows, chunk.weighted(slope, cotangent, rows))
     return gradients
 
 
@@ -212,19 +217,9 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def _outputs(x: Tensor, y: Tensor, want: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    return tuple(  # type: ignore[return-value]
-        t.new_empty(t.shape) if wanted else None for t, wanted in zip((x, y), want, strict=True)
-    )
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
 def _compute_dtype(problem: Problem, x: Tensor, y: Tensor) -> torch.dtype:
     if problem.needs_norms:
-        return _accumulator(x)
+        return accumulator(x)
     return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
 
 
@@ -240,12 +235,10 @@ def _tame(values: Tensor, form: str) -> bool:
 
 
 def _sum(values: Tensor) -> Tensor:
-    return values.sum(-1).to(_accumulator(values))
+    return values.sum(-1).to(accumulator(values))
 
 
-def gradient_by_formula(
-    problem: Problem, x: Tensor, y: Tensor, cotangent: Tensor, want: tuple[bool, bool]
-) -> tuple[Tensor, ...]:
+def gradient_by_formula(problem: Problem, x: Tensor, y: Tensor, cotangent: Tensor, want: Wanted) -> tuple[Tensor, ...]:
     """The wanted gradients of Σ cotangent · loss as one differentiable expression, nothing chunked.
 
     Inputs are [..., vocab], the cotangent a number or of the rows' shape. For double backward.
