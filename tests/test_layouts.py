@@ -154,9 +154,9 @@ def test_threads_do_not_change_a_bit(generator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_no_element_is_left_out(dtype, path, device, generator):
     """The main workload's shape in small: NaN in any one element must reach the result."""
-    x, y = (torch.rand(64, 4096, generator=generator).softmax(-1).to(dtype).to(device) for _ in range(2))
+    x, y = (torch.rand(32, 2048, generator=generator).softmax(-1).to(dtype).to(device) for _ in range(2))
     assert torch.isfinite(kullback.kl_div(x, y, "batchmean", form="probs"))
-    for index in [*torch.randint(x.numel(), (150,), generator=generator).tolist(), 0, x.numel() - 1]:
+    for index in [*torch.randint(x.numel(), (100,), generator=generator).tolist(), 0, x.numel() - 1]:
         for t in (x, y):
             kept = t.view(-1)[index].item()
             t.view(-1)[index] = float("nan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable
 from typing import NoReturn
@@ -17,6 +18,8 @@ from kullback.rows import Problem, accumulator
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
+ELEMENTWISE_FORMS = ("log_probs", "probs")
+KL = {(q, p): Problem("kl", q, p) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
 ROW_REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -59,7 +62,7 @@ def kl_div(
     """
     _check_pair(input, target)
     _check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
-    _check_name("form", form, ("log_probs", "probs"))
+    _check_name("form", form, ELEMENTWISE_FORMS)
     # "batchmean" divides by the input's own first dimension, also where it is broadcast: as torch.
     batch = input.size(0) if input.dim() else 1
     if input.shape != target.shape:
@@ -72,14 +75,10 @@ def kl_div(
     dtype = torch.promote_types(input.dtype, target.dtype)
     if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
         dtype = torch.float32
-    problem = _problem("kl", form, "log_probs" if log_target else "probs", 1.0, 1.0)
+    problem = KL[form, "log_probs" if log_target else "probs"]
     if reduction == "none":
         return ops.per_row(input.unsqueeze(-1), target.unsqueeze(-1), None, problem, dtype)
-    count = {
-        "sum": 1,
-        "mean": input.numel(),
-        "batchmean": batch,
-    }[reduction]
+    count = batch if reduction == "batchmean" else 1 if reduction == "sum" else input.numel()
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it

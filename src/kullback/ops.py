@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kullback import backends
-from kullback.backends import cuda
 from kullback.backends.torch import gradient_by_formula
 from kullback.rows import STATE_FIELDS, Problem, Wanted, accumulator
 
@@ -26,17 +25,12 @@ library.define(
     f"value(Tensor input, Tensor target, Tensor? coefficient, float scale, {PROBLEM}, ScalarType dtype) -> Tensor"
 )
 library.define(
-    "value_and_gradient(Tensor input, Tensor target, Tensor? coefficient, float scale, "
-    f"{PROBLEM}, ScalarType dtype, bool of_input, bool of_target) -> (Tensor, Tensor, Tensor)"
-)
-library.define(
     f"per_row(Tensor input, Tensor target, Tensor? coefficient, {PROBLEM}, ScalarType dtype) -> (Tensor, Tensor)"
 )
 library.define(
     f"gradient(Tensor input, Tensor target, Tensor? state, Tensor cotangent, {PROBLEM}, "
     "bool of_input, bool of_target) -> (Tensor, Tensor)"
 )
-library.define("scale_(Tensor(a!) gradient, Tensor factor) -> ()")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,10 +41,9 @@ def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
 
 def _as_rows(tensor: Tensor) -> Tensor:
     """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
-    vocab = tensor.size(-1)
     if tensor.dim() != 2:
-        tensor = tensor.reshape(math.prod(tensor.shape[:-1]), vocab)
-    return tensor if tensor.stride(1) == 1 or vocab == 1 else tensor.contiguous()
+        tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
+    return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
 def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
@@ -63,6 +56,24 @@ def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if gradient is None else gradient.view(like.shape)
 
 
+def _total(
+    input: Tensor,
+    target: Tensor,
+    coefficient: Tensor | None,
+    scale: float,
+    problem: Problem,
+    dtype: torch.dtype,
+    want: Wanted,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x, y = _as_rows(input), _as_rows(target)
+    weight = None if coefficient is None else _row_vector(coefficient, x.size(0))
+    loss, d_input, d_target = backends.call("total", problem, x, y, weight, scale, dtype, want)
+    if input.dim() != 2:
+        d_input = None if d_input is None else d_input.view(input.shape)
+        d_target = None if d_target is None else d_target.view(target.shape)
+    return loss, d_input, d_target
+
+
 def _value(
     input: Tensor,
     target: Tensor,
@@ -72,27 +83,8 @@ def _value(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> Tensor:
-    x, y = _as_rows(input), _as_rows(target)
-    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
-    loss: Tensor = backends.call("total", problem, x, y, weight, scale, dtype, (False, False))[0]
-    return loss
-
-
-def _value_and_gradient(
-    input: Tensor,
-    target: Tensor,
-    coefficient: Tensor | None,
-    scale: float,
-    divergence: str,
-    numbers: Sequence[float],
-    dtype: torch.dtype,
-    of_input: bool,
-    of_target: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    x, y = _as_rows(input), _as_rows(target)
-    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
-    loss, d_input, d_target = backends.call("total", problem, x, y, weight, scale, dtype, (of_input, of_target))
-    return loss, _or_empty(d_input, input), _or_empty(d_target, target)
+    problem = _problem(divergence, tuple(numbers))
+    return _total(input, target, coefficient, scale, problem, dtype, (False, False))[0]
 
 
 def _per_row(
@@ -126,27 +118,16 @@ def _gradient(
     return _or_empty(d_input, input), _or_empty(d_target, target)
 
 
-def _scale_(gradient: Tensor, factor: Tensor) -> None:
-    if backends.can_scale_on_device(gradient):
-        cuda.scale_(gradient, factor)
-    elif gradient.device.type != "cpu" or factor.item() != 1:
-        gradient.mul_(factor)
-
-
 for name, implementation in (
     ("value", _value),
-    ("value_and_gradient", _value_and_gradient),
     ("per_row", _per_row),
     ("gradient", _gradient),
-    ("scale_", _scale_),
 ):
     library.impl(name, implementation, "CompositeExplicitAutograd")
 
 value = torch.ops.kullback.value.default
-value_and_gradient = torch.ops.kullback.value_and_gradient.default
 row_losses = torch.ops.kullback.per_row.default
 gradients_of = torch.ops.kullback.gradient.default
-scale_in_place = torch.ops.kullback.scale_.default
 
 
 def _fake_gradients(input: Tensor, target: Tensor, of_input: bool, of_target: bool) -> tuple[Tensor, Tensor]:
@@ -167,22 +148,6 @@ def _(
     dtype: torch.dtype,
 ) -> Tensor:
     return input.new_empty((), dtype=dtype)
-
-
-@torch.library.register_fake("kullback::value_and_gradient", lib=library)
-def _(
-    input: Tensor,
-    target: Tensor,
-    coefficient: Tensor | None,
-    scale: float,
-    divergence: str,
-    numbers: Sequence[float],
-    dtype: torch.dtype,
-    of_input: bool,
-    of_target: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss = input.new_empty((), dtype=dtype)
-    return (loss, *_fake_gradients(input, target, of_input, of_target))
 
 
 @torch.library.register_fake("kullback::per_row", lib=library)
@@ -212,11 +177,6 @@ def _(
     of_target: bool,
 ) -> tuple[Tensor, Tensor]:
     return _fake_gradients(input, target, of_input, of_target)
-
-
-@torch.library.register_fake("kullback::scale_", lib=library)
-def _(gradient: Tensor, factor: Tensor) -> None:
-    return None
 
 
 # vmap: a batch of problems is one problem of more rows.
@@ -336,7 +296,7 @@ def _pull_back(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
     want = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-    if torch.is_grad_enabled() or is_transformed():
+    if torch.is_grad_enabled() or is_observed():
         gradients = Gradient.apply(input, target, state, cotangent, ctx.problem, want)
     else:
         gradients = Gradient.forward(input, target, state, cotangent, ctx.problem, want)
@@ -376,38 +336,29 @@ class Total(torch.autograd.Function):
 
 
 class EagerTotal(torch.autograd.Function):
-    """Total whose gradients are written in the pass that finds the value, and scaled in backward."""
+    """Total whose gradients are written in the pass that finds the value, and scaled in backward.
+
+    For calls that nothing observes: the path is called without an operator between, whose dispatch would
+    take as long as the launch.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        input, target, coefficient, scale, problem, dtype = inputs
         Total.setup_context(ctx, inputs, None)
-        loss, *ctx.written = value_and_gradient(
-            input,
-            target,
-            coefficient,
-            scale,
-            problem.spelling,
-            problem.numbers,
-            dtype,
-            *ctx.needs_input_grad[:2],
-        )
-        result: Tensor = loss
-        return result
+        loss, *ctx.written = _total(*(*inputs, ctx.needs_input_grad[:2]))
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.written is None or torch.is_grad_enabled():
+        if ctx.written is None or torch.is_grad_enabled() or is_observed(upstream):
             return Total.backward(ctx, upstream)
         # Handed over, not lent: autograd may keep them. A second backward finds them anew.
         written, ctx.written = ctx.written, None
         ctx.saved_tensors  # noqa: B018 # raises where an input was modified since
-        results: list[Tensor | None] = [None, None]
-        for index, wanted in enumerate(ctx.needs_input_grad[:2]):
-            if wanted:
-                scale_in_place(written[index], upstream)
-                results[index] = written[index]
-        return *results, None, None, None, None
+        for gradient in written:
+            if gradient is not None:
+                backends.scale_(gradient, upstream)
+        return *written, None, None, None, None
 
 
 class PerRow(torch.autograd.Function):
@@ -442,16 +393,21 @@ class PerRow(torch.autograd.Function):
         return *_pull_back(ctx, input, target, state, upstream), None, None, None
 
 
+# Private, and so by name; where one is missing every call counts as observed: slower, never wrong.
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_is_traced = getattr(torch._C, "_is_tracing", lambda: True)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def is_transformed() -> bool:
-    """Whether something traces or transforms this call: it wants pure operators, and no way around autograd."""
-    if torch.compiler.is_compiling():
+def is_observed(*tensors: Tensor) -> bool:
+    """Whether something traces, transforms or overrides the call: it wants pure operators and all of autograd."""
+    if torch.compiler.is_compiling() or _is_traced() or _functorch_is_active() or _dispatch_modes():
         return True
     # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
-    forward_mode = getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
-    return forward_mode or hides_gradients()
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return True
+    return any(type(tensor) not in PLAIN for tensor in tensors)
 
 
 def hides_gradients() -> bool:
@@ -468,14 +424,14 @@ def total(
     dtype: torch.dtype,
 ) -> Tensor:
     """scale · Σ coefficient · loss, 0-d. In eager autograd the gradients are written in the same pass."""
-    if is_transformed():
+    if is_observed(input, target):
         return Total.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
         # float16 gradients are not written before the upstream gradient is known: a loss scaler's factor
         # is what keeps them from underflow.
         function = Total if torch.float16 in (input.dtype, target.dtype) else EagerTotal
         return function.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
-    return Total.forward(input, target, coefficient, scale, problem, dtype)
+    return _total(input, target, coefficient, scale, problem, dtype, (False, False))[0]
 
 
 def per_row(input: Tensor, target: Tensor, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype) -> Tensor:

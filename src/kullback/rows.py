@@ -147,8 +147,8 @@ Wanted = tuple[bool, bool]  # the gradient of the input, of the target
 def gradient_outputs(x: Tensor, y: Tensor, want: Wanted) -> tuple[Tensor | None, Tensor | None]:
     """Contiguous tensors to write the wanted gradients to."""
     return (
-        x.new_empty(x.shape) if want[0] else None,
-        y.new_empty(y.shape) if want[1] else None,
+        torch.empty_like(x, memory_format=torch.contiguous_format) if want[0] else None,
+        torch.empty_like(y, memory_format=torch.contiguous_format) if want[1] else None,
     )
 
 

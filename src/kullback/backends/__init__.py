@@ -27,7 +27,7 @@ class BackendInfo(NamedTuple):
     refused: dict[str, str]
 
 
-_last = BackendInfo("none", {})
+_last: tuple[str, dict[str, str]] = ("none", {})
 
 
 def backend_info() -> BackendInfo:
@@ -40,7 +40,7 @@ def backend_info() -> BackendInfo:
     >>> kullback.backend_info()
     BackendInfo(name='torch', refused={})
     """
-    return _last
+    return BackendInfo(*_last)
 
 
 @contextlib.contextmanager
@@ -63,11 +63,21 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-def can_scale_on_device(gradient: Tensor) -> bool:
-    """Whether the CUDA path's `scale_` can serve this tensor."""
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    """gradient *= factor; a factor of 1 costs no pass over it, and none is read on the host but a CPU's own."""
     device = gradient.device
-    usable = device.type == "cuda" and _forced in (None, "cuda") and "cuda" not in _broken
-    return usable and cuda.unavailable(device.index) is None
+    if device.type == "cpu":
+        if factor.item() != 1:
+            gradient.mul_(factor)
+    elif (
+        device.type == "cuda"
+        and _forced in (None, "cuda")
+        and "cuda" not in _broken
+        and not cuda.unavailable(device.index)
+    ):
+        cuda.scale_(gradient, factor)
+    else:
+        gradient.mul_(factor)
 
 
 def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> Any:
@@ -83,7 +93,7 @@ def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> 
             except BuildError as error:
                 reason = _broken[name] = str(error)
             else:
-                _last = BackendInfo(name, refused)
+                _last = name, refused
                 return result
         refused[name] = reason
     raise RuntimeError(f"backend {forced!r} was asked for and cannot run: {refused}")

@@ -13,7 +13,7 @@
 #define PREFETCH(p) __builtin_prefetch(p)
 
 /* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. */
-enum { SPAN = 512, UNIT = 1 << 16, CACHE_LINE = 64 };
+enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64 };
 
 typedef struct {
     const X *x;

@@ -167,14 +167,15 @@ class Launcher:
     def __call__(self, blocks: int, *arguments: int | float) -> None:
         stream = _stream(self.index, raw_stream(self.index))
         config = self.config(max(1, min(blocks, self.blocks)))
-        if torch.cuda.current_device() == self.index:
+        if current_device() == self.index:
             self.launch(stream, config, self.kernel, *arguments)
         else:
             with torch.cuda.device(self.index):
                 self.launch(stream, config, self.kernel, *arguments)
 
 
-# The handle of torch's current stream of a device. Building torch's Stream object for it takes longer than a launch.
+# torch.cuda.current_device and current_stream(index).cuda_stream; building a Stream object takes longer than a launch.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 raw_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",
@@ -324,7 +325,7 @@ def _run(
         blocks,
         x.data_ptr(),
         y.data_ptr(),
-        *(0 if t is None else t.data_ptr() for t in (*gradients, weight, losses, total)),
+        *[0 if t is None else t.data_ptr() for t in (*gradients, weight, losses, total)],
         partial,
         ticket,
         rows,

@@ -6,6 +6,7 @@ computed in float32 (float64 where an input is), logits in float64: their differ
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kullback.forms import FORMS
-from kullback.formula import TENSOR
+from kullback.formula import TENSOR, Value
 from kullback.rows import (
     STATE_FIELDS,
     LogSumExp,
@@ -30,7 +31,8 @@ from kullback.rows import (
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
 
-# Where no element is 0, infinite or NaN the guards have nothing to guard.
+# Where no mass is 0 or negative and none infinite the guards have nothing to guard. Where one is, these give NaN
+# or an infinity, but for the quotient of two negative masses.
 TAME: Mapping[str, Callable[..., Any]] = {
     **TENSOR,
     "mass_times": torch.mul,
@@ -98,7 +100,7 @@ def gradient(
     for rows in _chunks(x):
         known = None if state is None else State.unpack(state[:, rows])
         chunk = Chunk(problem, x[rows], y[rows], known)
-        slope = cotangent.new_ones(())
+        slope: Tensor | float = 1.0
         if not problem.formula.finish_is_linear:
             _, slope = chunk.finish(chunk.state())
         chunk.write(gradients, rows, chunk.weighted(slope, cotangent, rows))
@@ -114,7 +116,7 @@ class Chunk:
         self.x, self.y = x.to(dtype), y.to(dtype)
         self.variables: dict[str, Any] = {"x": self.x, "y": self.y, **problem.parameters}
         # float64 keeps the guarded formula, whose log_quotient is exact near p = q and takes twice as long.
-        tame = dtype == torch.float32 and _tame(self.x, problem.form) and _tame(self.y, problem.target_form)
+        tame = dtype == torch.float32 and _may_be_tame(self.y, problem.target_form)
         self.operations = TAME if tame else TENSOR
         self.sums: Sums | None = None
         if problem.needs_norms:
@@ -159,39 +161,48 @@ class Chunk:
         """The row sums; all three only where a gradient of logits will ask for them."""
         if self.sums is None:
             names = ("term", "d_log_p", "d_log_q") if self.problem.needs_norms else ("term",)
-            sums = self.run(*names)
-            term = _sum(sums["term"])
-            nothing = torch.zeros_like(term)
-            self.sums = Sums(term, *(_sum(sums[n]) if n in sums else nothing for n in ("d_log_p", "d_log_q")))
+            _, sums = self.run(*names)
+            nothing = torch.zeros_like(sums["term"])
+            self.sums = Sums(*(sums.get(name, nothing) for name in Sums._fields))
         return self.sums
 
-    def run(self, *outputs: str) -> dict[str, Tensor]:
-        return self.problem.program(*outputs).run(self.variables, self.operations)
+    def run(self, *outputs: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The outputs and their row sums: without guards first, and again with them if a sum is not finite."""
+        results = self.problem.program(*outputs).run(self.variables, self.operations)
+        # Kept until the next chunk is there: glibc gives memory freed all at once back to the system, and the next
+        # chunk's temporaries would be faulted in again (measured: up to 2.5 x the time).
+        self.results = results
+        sums = {name: result.sum(-1).to(accumulator(result)) for name, result in results.items()}
+        if self.operations is TAME and not all(math.isfinite(total.sum().item()) for total in sums.values()):
+            self.operations = TENSOR
+            return self.run(*outputs)
+        return results, sums
 
-    def finish(self, sums: Sums) -> tuple[Tensor, Tensor]:
+    def finish(self, sums: Sums) -> tuple[Tensor, Tensor | float]:
         """Row losses and their derivatives in the row sums."""
         done = self.problem.formula.finish.run({"total": sums.term, **self.problem.parameters})
-        return done["loss"], torch.as_tensor(done["slope"]).to(sums.term)
+        return done["loss"], done["slope"]
 
-    def weighted(self, value: Tensor, coefficient: Tensor | None, rows: slice) -> Tensor:
+    def weighted(self, value: Value, coefficient: Tensor | None, rows: slice) -> Value:
+        """value · coefficient, and 0 where that is 0, whatever the value."""
         if coefficient is None:
             return value
         weight = coefficient[rows]
-        return torch.where(weight == 0, 0, value) * weight
+        return (torch.where(weight == 0, 0, value) if isinstance(value, Tensor) else value) * weight
 
-    def write(self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor) -> None:
+    def write(self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor | float) -> None:
         """Fill these rows of the wanted gradients; a row of cotangent 0 gets zeros, whatever it holds."""
         if self.problem.needs_norms:
             sums = self.state()
             for side, total in (("input", sums.d_log_q), ("target", sums.d_log_p)):
                 self.variables[f"{side}_sum_gradient"] = total.to(self.x.dtype).unsqueeze(-1)
         names = [n for n, out in zip(("input", "target"), gradients, strict=True) if out is not None]
-        results = self.run(*names)
-        column = cotangent.to(self.x.dtype).unsqueeze(-1)
+        results, _ = self.run(*names)
+        column = cotangent.to(self.x.dtype).unsqueeze(-1) if isinstance(cotangent, Tensor) else cotangent
         for name, out in zip(("input", "target"), gradients, strict=True):
             if out is not None:
                 result = results[name]
-                if self.operations is TENSOR:
+                if self.operations is TENSOR and isinstance(column, Tensor):
                     result = torch.where(column == 0, 0, result)
                 torch.mul(result, column, out=out[rows])
 
@@ -223,19 +234,12 @@ def _compute_dtype(problem: Problem, x: Tensor, y: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
 
 
-def _tame(values: Tensor, form: str) -> bool:
-    if values.device.type != "cpu" or values.numel() == 0:  # on a device the answer would cost a wait
+def _may_be_tame(target: Tensor, form: str) -> bool:
+    """Whether the guards can be left out until a sum says otherwise."""
+    if target.device.type != "cpu" or target.numel() == 0:  # on a device the answer would cost a wait
         return False
-    interval = FORMS[form].tame
-    if interval is None:
-        return False
-    lower, upper = interval
-    # Two reductions: torch.aminmax takes longer than both. NaN fails either comparison.
-    return values.amin().item() > lower and values.amax().item() < upper
-
-
-def _sum(values: Tensor) -> Tensor:
-    return values.sum(-1).to(accumulator(values))
+    lower, _ = FORMS[form].tame or (-math.inf, 0)
+    return target.amin().item() > lower
 
 
 def gradient_by_formula(problem: Problem, x: Tensor, y: Tensor, cotangent: Tensor, want: Wanted) -> tuple[Tensor, ...]:
