@@ -26,6 +26,7 @@ from kullback.formula import (
     log1p,
     log_quotient,
     mass_times,
+    near,
     part_of,
     ratio_or_zero,
     sqrt,
@@ -64,7 +65,7 @@ class Element(NamedTuple):
 def kl(x: Pair) -> Element:
     """Σ p log(p/q)"""
     if x.centred:  # p·(ratio + e^-ratio - 1) = p·ratio + excess
-        term = where(absolute(x.ratio) < 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess)
+        term = near(x.ratio, 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess)
         return Element(term, mass_times(x.p, x.ratio), x.excess)
     term = mass_times(x.p, x.ratio)
     return Element(term, term + x.p, -x.p)
@@ -175,15 +176,15 @@ def overlap(x: Pair, alpha: Value) -> Value:
 def alpha_shortfall(x: Pair, alpha: Value) -> Element:
     """a·p + (1-a)·q - p^a q^(1-a): what the overlap lacks to the weighted mean."""
     other = 1.0 - alpha
-    near = absolute(x.ratio) < 0.5
     both = overlap(x, alpha)
-    term = where(
-        near,
+    term = near(
+        x.ratio,
+        0.5,
         x.p * (other * gap(x.ratio) - gap(other * x.ratio)),
         alpha * x.p + other * x.q - both,
     )
-    d_log_p = where(near, -(x.p * expm1(-(other * x.ratio))), x.p - both)
-    d_log_q = where(near, -(x.q * expm1(alpha * x.ratio)), x.q - both)
+    d_log_p = near(x.ratio, 0.5, -(x.p * expm1(-(other * x.ratio))), x.p - both)
+    d_log_q = near(x.ratio, 0.5, -(x.q * expm1(alpha * x.ratio)), x.q - both)
     return Element(term, alpha * d_log_p, other * d_log_q)
 
 
@@ -191,7 +192,7 @@ def log_share(mass: Value, mixture: Value, over: Value) -> Value:
     """log(mass / mixture), where over = mass / mixture - 1 says it better near 0 and the masses elsewhere."""
     apart = log_quotient(mass, mixture)
     # A mixture of subnormal masses may round to 0.
-    return where(absolute(over) < 0.25, log1p(over), where(absolute(mixture) < 1e-45, 0.0, apart))
+    return near(over, 0.25, log1p(over), where(absolute(mixture) < 1e-45, 0.0, apart))
 
 
 def at_least(x: Value, bound: float) -> Value:

@@ -12,15 +12,15 @@ from typing import NamedTuple
 from kullback.divergences import Pair
 from kullback.formula import (
     Value,
-    absolute,
     exp,
     expm1,
     log,
     log_difference,
     log_quotient,
     logit_difference,
+    logit_mass,
+    near,
     ratio_or_zero,
-    where,
 )
 
 
@@ -58,7 +58,7 @@ FORMS: dict[str, Form] = {
         tame=(-69.0, 69.0),
     ),
     "logits": Form(
-        mass=lambda x, norm: exp((x - norm.top) * norm.scale) * norm.inverse_total,
+        mass=lambda x, norm: logit_mass(x, norm.top, norm.scale, norm.inverse_total),
         log_mass=lambda x, norm: (x - norm.top) * norm.scale - norm.log_total,
         pull_back=lambda x, mass, gradient, norm: (gradient - mass * norm.sum_gradient) * norm.scale,
         tame=None,  # a finite logit may have no mass
@@ -85,6 +85,6 @@ def pair(form: str, target_form: str, x: Value, y: Value, norm: Norm, target_nor
     else:
         ratio = log_difference(FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm))
     # -p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf.
-    excess = where(absolute(ratio) < 0.5, p * expm1(-ratio), q - p)
+    excess = near(ratio, 0.5, p * expm1(-ratio), q - p)
     centred = FORMS[form].normalised and FORMS[target_form].normalised
     return Pair(p, q, ratio, excess, centred)

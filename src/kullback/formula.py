@@ -108,6 +108,19 @@ def where(condition: Value, x: Value, y: Value) -> Value:
     return _apply("where", condition, x, y)
 
 
+def near(x: Value, bound: float, close: Value, apart: Value) -> Value:
+    """`close` where |x| < bound, else `apart`: two ways to one value, each right where the other loses digits.
+
+    A kernel that knows a whole row to be apart leaves `close` out.
+    """
+    return _apply("near", x, bound, close, apart)
+
+
+def logit_mass(x: Value, top: Value, scale: Value, inverse_total: Value) -> Value:
+    """exp((x - top)·scale) · inverse_total"""
+    return _apply("logit_mass", x, top, scale, inverse_total)
+
+
 def mass_times(mass: Value, x: Value) -> Value:
     """mass · x, where no mass makes nothing of an infinity: 0 · ±inf = 0. NaN stays NaN."""
     return _apply("mass_times", mass, x)
@@ -150,6 +163,14 @@ def gap(d: Value) -> Value:
 def bregman(z: Value) -> Value:
     """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
     return _apply("bregman", z)
+
+
+def _near(x: Tensor, bound: float, close: Tensor, apart: Tensor) -> Tensor:
+    return torch.where(torch.abs(x) < bound, close, apart)
+
+
+def _logit_mass(x: Tensor, top: Tensor, scale: Tensor, inverse_total: Tensor) -> Tensor:
+    return torch.exp((x - top) * scale) * inverse_total
 
 
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
@@ -248,6 +269,8 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "log": torch.log,
     "log1p": torch.log1p,
     "sqrt": _sqrt,
+    "near": _near,
+    "logit_mass": _logit_mass,
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "part_of": _part_of,

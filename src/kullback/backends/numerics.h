@@ -4,6 +4,16 @@
    values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
    Taylor (double); docs/numerics.md says how they were made. */
 
+INLINE real k_near(real x, real bound, real close, real apart)
+{
+    return k_abs(x) < bound ? close : apart;
+}
+
+INLINE real k_logit_mass(real x, real top, real scale, real inverse_total)
+{
+    return k_exp((x - top) * scale) * inverse_total;
+}
+
 INLINE real k_mass_times(real mass, real x)
 {
     const int nothing = (mass == 0) & (k_abs(x) == K_INFINITY);
@@ -94,6 +104,7 @@ INLINE real k_bregman(real z)
    what they read; where it was not tame they compute again. */
 
 #define tame_abs k_abs
+#define tame_near k_near
 #define tame_sqrt k_sqrt
 #define tame_expm1 k_expm1
 #define tame_gap k_gap

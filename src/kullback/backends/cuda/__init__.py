@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kullback.backends import build
-from kullback.backends.build import BuildError
-from kullback.backends.cuda import plan
+from kullback.backends.build import BuildError as BuildError
+from kullback.backends.cuda import logits, plan
+from kullback.backends.cuda.launch import TYPES, workspace
+from kullback.backends.cuda.launch import Launcher as Launcher
+from kullback.backends.cuda.launch import compile_cubin as compile_cubin
+from kullback.backends.cuda.launch import text as text
 from kullback.printer import print_functor, tame_ranges
-from kullback.rows import Problem, Wanted, gradient_outputs
+from kullback.rows import STATE_FIELDS, Problem, Wanted, gradient_outputs
 
-HERE = Path(__file__).parent
-TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 OLDEST = (8, 0)
 
 
@@ -46,17 +38,11 @@ class Variant:
     shape: plan.Shape
 
 
-if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
-    # Half of a first call's time otherwise. Where it is missing, `unavailable` says so.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("cuda.core")
-
-
 def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
     """Why this path cannot take the problem, or None."""
     if x.device.type != "cuda":
         return f"tensors are on {x.device.type}"
-    return unavailable(x.device.index) or ("logits have no CUDA kernel yet" if problem.needs_norms else None)
+    return unavailable(x.device.index) or (logits.why_not(x, y) if problem.needs_norms else None)
 
 
 @functools.cache
@@ -89,9 +75,9 @@ def source(variant: Variant) -> str:
             f"#define REAL_IS_DOUBLE {int(torch.float64 in (variant.x, variant.y))}",
             *(f"#define {name} {value}" for name, value in values.items()),
             text("math.cuh"),
-            (HERE.parent / "logarithm.h").read_text(),
+            text("../logarithm.h"),
             text("elementary.cuh"),
-            (HERE.parent / "numerics.h").read_text(),
+            text("../numerics.h"),
             text("vector.cuh"),
             print_functor(problem, ("k_", "tame_")),
             text("fold.cuh"),
@@ -116,78 +102,6 @@ def scale_source(x: torch.dtype, factor: torch.dtype) -> str:
     )
 
 
-def text(name: str) -> str:
-    """A template of this folder."""
-    return (HERE / name).read_text()
-
-
-def compile_cubin(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:
-    """Machine code for an architecture such as "sm_90a". Needs no GPU."""
-    core = importlib.import_module("cuda.core")
-    options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=list(ptxas) or None)
-    program = core.Program(text, "c++", options)
-    try:
-        return bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core raises its own kinds for each stage
-        raise BuildError(f"NVRTC did not compile a kernel for {arch}: {error}") from error
-    finally:
-        program.close()
-
-
-def architecture(index: int) -> str:
-    """The compilation target of a device; from Hopper on with its own instructions."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-
-
-@functools.cache
-def _kernel(text: str, name: str, arch: str) -> Any:
-    core = importlib.import_module("cuda.core")
-    bindings = importlib.import_module("cuda.bindings")
-    key = repr((text, arch, core.__version__, bindings.__version__))
-    path = build.cached(key, ".cubin", lambda: compile_cubin(text, arch))
-    return core.ObjectCode.from_cubin(build.read(path)).get_kernel(name)
-
-
-class Launcher:
-    """A kernel on a device, and how many of its blocks fill it."""
-
-    def __init__(self, text: str, name: str, index: int) -> None:
-        core = importlib.import_module("cuda.core")
-        with torch.cuda.device(index):
-            torch.cuda.current_stream()  # the device's context, made current by torch
-            core.Device(index).set_current()
-            self.kernel = _kernel(text, name, architecture(index))
-            resident = self.kernel.occupancy.max_active_blocks_per_multiprocessor(plan.THREADS, 0)
-        self.index = index
-        self.launch = core.launch
-        self.blocks = resident * torch.cuda.get_device_properties(index).multi_processor_count
-        self.config = functools.cache(lambda blocks: core.LaunchConfig(grid=blocks, block=plan.THREADS))
-
-    def __call__(self, blocks: int, *arguments: int | float) -> None:
-        stream = _stream(self.index, raw_stream(self.index))
-        config = self.config(max(1, min(blocks, self.blocks)))
-        if current_device() == self.index:
-            self.launch(stream, config, self.kernel, *arguments)
-        else:
-            with torch.cuda.device(self.index):
-                self.launch(stream, config, self.kernel, *arguments)
-
-
-# torch.cuda.current_device and current_stream(index).cuda_stream; building a Stream object takes longer than a launch.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-raw_stream: Callable[[int], int] = getattr(
-    torch._C,
-    "_cuda_getCurrentRawStream",
-    lambda index: torch.cuda.current_stream(index).cuda_stream,
-)
-
-
-@functools.cache
-def _stream(index: int, handle: int) -> Any:
-    return importlib.import_module("cuda.core").Stream.from_handle(handle)
-
-
 @functools.cache
 def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launcher, plan.Shape]:
     """The kernel of that shape; `fields` are those of `Variant` before `shape`."""
@@ -201,31 +115,14 @@ def _scaler(x: torch.dtype, factor: torch.dtype, index: int) -> Launcher:
     return Launcher(scale_source(x, factor), "kullback_scale", index)
 
 
-_workspaces: dict[tuple[int, int], Tensor] = {}
-
-
-def _workspace(index: int, blocks: int) -> Tensor:
-    """Partial sums and, last, the ticket (zero between launches): one for each stream.
-
-    A graph being captured gets its own, since it may be replayed on any stream.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
-    key = (index, raw_stream(index))
-    workspace = _workspaces.get(key)
-    if workspace is None or workspace.numel() <= blocks:
-        workspace = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
-        _workspaces[key] = workspace
-    return workspace
-
-
 def accumulate(
     problem: Problem, x: Tensor, y: Tensor, coefficient: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row times its coefficient, [rows]; literal forms need no row state."""
+    """Loss of each row times its coefficient, [rows], and the row states; literal forms need none."""
     loss = x.new_empty(x.size(0), dtype=dtype)
-    _run(problem, x, y, weight=coefficient, losses=loss)
-    return loss, x.new_empty((0, x.size(0)), dtype=torch.float64)
+    state = x.new_empty((STATE_FIELDS if problem.needs_norms else 0, x.size(0)), dtype=torch.float64)
+    _run(problem, x, y, weight=coefficient, losses=loss, state=state)
+    return loss, state
 
 
 def total(
@@ -254,7 +151,7 @@ def gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of Σ cotangent · loss."""
     gradients = gradient_outputs(x, y, want)
-    _run(problem, x, y, weight=cotangent, gradients=gradients)
+    _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=state)
     return gradients
 
 
@@ -274,6 +171,8 @@ def _run(
     weight: Tensor | None = None,
     scale: float = 1.0,
     gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    known_state: Tensor | None = None,
+    state: Tensor | None = None,
     losses: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
@@ -281,6 +180,20 @@ def _run(
     if rows == 0:
         if total is not None:
             total.fill_(0.0 * scale)
+        return
+    if problem.needs_norms:
+        logits.run(
+            problem,
+            x,
+            y,
+            weight=weight,
+            scale=scale,
+            gradients=gradients,
+            known_state=known_state,
+            state=state,
+            losses=losses,
+            total=total,
+        )
         return
     formula = problem.formula
     uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows
@@ -318,9 +231,7 @@ def _run(
         blocks = -(-rows * shape.lanes // plan.THREADS)
     partial = ticket = 0
     if total is not None:
-        workspace = _workspace(index, launcher.blocks)
-        partial = workspace.data_ptr()
-        ticket = partial + 8 * (workspace.numel() - 1)
+        partial, ticket = workspace(index, launcher.blocks)
     launcher(
         blocks,
         x.data_ptr(),

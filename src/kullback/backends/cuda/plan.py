@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -51,3 +52,75 @@ def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int
     # gradient or float64 would spill.
     min_blocks = 4 if flat and gradients < 2 and not doubles else 2
     return Shape(flat, lanes, width, unroll, min_blocks)
+
+
+def width(x: torch.dtype, y: torch.dtype) -> int:
+    """Elements of a 16-byte access to the narrower type."""
+    return VECTOR_BYTES // min(x.itemsize, y.itemsize)
+
+
+@dataclass(frozen=True)
+class LogitsShape:
+    """The compile-time shape of a kernel for logits."""
+
+    known: bool  # whether the rows' states are known, and only gradients wanted
+    resident: bool  # whether rows stay on chip
+    lanes: int  # threads of a block that share a row
+    groups: int  # rows that a block has in hand
+    width: int  # elements of a 16-byte access
+    min_blocks: int  # of a multiprocessor: bounds the registers
+
+    @property
+    def threads(self) -> int:
+        return self.lanes * self.groups + (32 if self.resident else 0)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {
+            "KNOWN": int(self.known),
+            "RESIDENT": int(self.resident),
+            "LANES": self.lanes,
+            "GROUPS": self.groups,
+            "WIDTH": self.width,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows of a vocabulary are laid over blocks; of this only `shape` is compiled."""
+
+    shape: LogitsShape
+    cluster: int = 1  # blocks that share a row
+    slots: int = 0  # of the ring
+    slot_vectors: int = 0  # of each tensor, in a slot
+    shared: int = 0  # bytes of dynamic shared memory a block
+
+
+SHARED = 227 << 10  # what a block of sm_90 and later can have; sm_120 has less
+EXCHANGES = 6  # as logits.cuh has them
+SLOT_BYTES = 16 << 10
+MAX_CLUSTER = 8  # the largest that every device admits
+
+
+def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool, shared: int = SHARED) -> Layout:
+    """The layout for rows of so many logits; `fits`: whether the device and the tensors admit rows on chip."""
+    per_vector = width(x, y)
+    short = vocab <= 256 * per_vector
+    vector_bytes = per_vector * (x.itemsize + y.itemsize)
+    vectors = max(1, vocab // per_vector)
+    slot_vectors = vectors if short else max(1, SLOT_BYTES // vector_bytes // 256) * 256
+    for cluster in (1,) if short else (1, 2, 4, MAX_CLUSTER):
+        for lanes, groups in ((32, 16),) if short else ((128, 4), (128, 3), (256, 2)):
+            mail = groups * EXCHANGES * (16 * cluster * lanes // 32 + 8)
+            slots = (shared - mail - 1024) // (slot_vectors * vector_bytes + 16)
+            pieces = math.ceil(math.ceil(vectors / cluster) / slot_vectors)
+            # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
+            # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
+            safe = (groups - 1) * pieces < slots and pieces <= slots
+            if fits and safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
+                shape = LogitsShape(False, True, lanes, groups, per_vector, 1)
+                ring = slots * (slot_vectors * vector_bytes + 16)
+                return Layout(shape, cluster, slots, slot_vectors, ring + mail)
+    lanes, groups = (32, 8) if short else (256, 1)
+    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 2))

@@ -1,0 +1,99 @@
+/* The formula's vocabulary for rows of which both sides are logits, in float, where a sum shows afterwards whether
+   it served: NaN or a huge number where it did not. A quotient that would need a guard is bounded instead, and so is
+   the log-ratio of an element without mass.
+
+   apart_: the distributions are known to be apart, so that close values need no series, and the scales are equal
+   close_: any others */
+
+#define apart_abs k_abs
+#define apart_gap k_gap
+#define apart_bregman k_bregman
+#define apart_log1p k_log1p
+
+INLINE real power_of_2(real x)
+{
+    real result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+/* Not to be contracted with a sum: its rounding is counted on */
+INLINE real product(real x, real y) { return __fmul_rn(x, y); }
+
+/* What logits are multiplied by, to be exponents of 2 */
+INLINE real binary(real scale) { return product(scale, 1.44269504f); }
+
+/* Any number may stand for the row's top where it stands for it everywhere: the rounding of top · scale is in the
+   row's total too. */
+INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
+{
+    return power_of_2(fmaf(x, binary(scale), -product(top, binary(scale)))) * inverse_total;
+}
+
+/* NaN of two -inf, and -inf, become what a mass of 0 makes nothing of. */
+INLINE real bounded(real ratio) { return fmaxf(ratio, -1e30f); }
+
+INLINE real apart_logit_difference(real y, real y_scale, real x, real, real shift, real shift_low)
+{
+    return bounded(fmaf(y - x, y_scale, -shift) - shift_low);
+}
+
+INLINE real apart_near(real, real, real, real apart) { return apart; }
+INLINE real apart_exp(real x) { return power_of_2(x * 1.44269504f); }
+INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
+INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL); }
+INLINE real apart_mass_times(real mass, real x) { return mass * x; }
+INLINE real apart_log_difference(real log_p, real log_q) { return log_p - log_q; }
+INLINE real apart_ratio_or_zero(real x, real y) { return tame_ratio_or_zero(x, y > 1e-37f ? y : 1e-37f); }
+INLINE real apart_part_of(real x, real whole) { return apart_ratio_or_zero(x, whole); }
+INLINE real apart_log_quotient(real p, real q) { return apart_log(apart_ratio_or_zero(p, q)); }
+
+INLINE real apart_sqrt(real x)
+{
+    real result;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+#define close_abs k_abs
+#define close_near k_near
+#define close_log1p tame_log1p
+#define close_bregman tame_bregman
+#define close_logit_mass apart_logit_mass
+#define close_exp apart_exp
+#define close_log apart_log
+#define close_sqrt apart_sqrt
+#define close_mass_times apart_mass_times
+#define close_log_difference apart_log_difference
+#define close_ratio_or_zero apart_ratio_or_zero
+#define close_part_of apart_part_of
+#define close_log_quotient apart_log_quotient
+
+/* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
+INLINE real close_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
+{
+    if (sizeof(X) == 2 && sizeof(Y) == 2 && y_scale == x_scale)
+        return apart_logit_difference(y, y_scale, x, x_scale, shift, shift_low);
+    return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
+}
+
+INLINE real close_gap(real d)
+{
+    const real series[] = K_GAP_SERIES;
+    real sum = series[K_GAP_TERMS - 1];
+    K_UNROLL
+    for (int k = K_GAP_TERMS - 2; k >= 0; k--)
+        sum = sum * d + series[k];
+    return k_abs(d) < 0.5f ? d * d * sum : d + (apart_exp(-d) - 1);
+}
+
+INLINE real close_expm1(real x)
+{
+    real sum = 1.9841270e-4f; /* Taylor's; the next term is 6e-8 of the whole at 1/2 */
+    sum = sum * x + 1.3888889e-3f;
+    sum = sum * x + 8.3333333e-3f;
+    sum = sum * x + 4.1666667e-2f;
+    sum = sum * x + 1.6666667e-1f;
+    sum = sum * x + 0.5f;
+    return k_abs(x) < 0.5f ? x * x * sum + x : apart_exp(x) - 1;
+}

@@ -1,0 +1,65 @@
+/* What blocks of a cluster, and threads of a block, tell one another through shared memory (sm_90 and later):
+   bulk copies that arrive at a barrier, and words sent to a neighbour's shared memory. */
+
+INLINE unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+INLINE unsigned cluster_rank()
+{
+    unsigned result;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
+    return result;
+}
+
+INLINE unsigned cluster_size()
+{
+    unsigned result;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(result));
+    return result;
+}
+
+INLINE void synchronize_cluster()
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+INLINE void initialize(unsigned long long *barrier, unsigned arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+INLINE void arrive(unsigned long long *barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
+}
+
+INLINE void expect(unsigned long long *barrier, unsigned bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+INLINE void await(unsigned long long *barrier, unsigned parity)
+{
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "\t@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+/* bytes: a multiple of 16; both addresses too */
+INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+/* 16 bytes to the same place in the shared memory of that block of the cluster; counted by the barrier there */
+INLINE void send(float4 *place, unsigned long long *barrier, float4 value, unsigned rank)
+{
+    asm volatile("{\n\t.reg .b32 place, barrier;\n"
+                 "\tmapa.shared::cluster.u32 place, %0, %2;\n"
+                 "\tmapa.shared::cluster.u32 barrier, %1, %2;\n"
+                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n\t}"
+                 :: "r"(shared_address(place)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value.x)),
+                    "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)), "r"(__float_as_uint(value.w))
+                 : "memory");
+}

@@ -1,0 +1,155 @@
+"""Source text -> cubin -> a kernel that is launched on torch's current stream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kullback.backends import build
+from kullback.backends.build import BuildError
+from kullback.backends.cuda import plan
+
+HERE = Path(__file__).parent
+TYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
+    # Half of a first call's time otherwise. Where it is missing, `unavailable` says so.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("cuda.core")
+
+
+def text(name: str) -> str:
+    """A template of this folder."""
+    return (HERE / name).read_text()
+
+
+def compile_cubin(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:
+    """Machine code for an architecture such as "sm_90a". Needs no GPU."""
+    core = importlib.import_module("cuda.core")
+    options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=list(ptxas) or None)
+    program = core.Program(text, "c++", options)
+    try:
+        return bytes(program.compile("cubin", logs=log).code)
+    except Exception as error:  # cuda.core raises its own kinds for each stage
+        raise BuildError(f"NVRTC did not compile a kernel for {arch}: {error}") from error
+    finally:
+        program.close()
+
+
+def architecture(index: int) -> str:
+    """The compilation target of a device; from Hopper on with its own instructions."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def _kernel(text: str, name: str, arch: str) -> Any:
+    core = importlib.import_module("cuda.core")
+    bindings = importlib.import_module("cuda.bindings")
+    key = repr((text, arch, core.__version__, bindings.__version__))
+    path = build.cached(key, ".cubin", lambda: compile_cubin(text, arch))
+    return core.ObjectCode.from_cubin(build.read(path)).get_kernel(name)
+
+
+class Launcher:
+    """A kernel on a device, and how many of its blocks (of clusters, if `cluster` > 1) fill it."""
+
+    def __init__(
+        self,
+        text: str,
+        name: str,
+        index: int,
+        threads: int = plan.THREADS,
+        cluster: int = 1,
+        shared: int = 0,
+    ) -> None:
+        core = importlib.import_module("cuda.core")
+        self.index = index
+        self.launch = core.launch
+        layout: dict[str, int] = {"block": threads, "shmem_size": shared}
+        if cluster > 1:
+            layout["cluster"] = cluster
+        self.config = functools.cache(lambda blocks: core.LaunchConfig(grid=blocks, **layout))
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()  # the device's context, made current by torch
+            core.Device(index).set_current()
+            self.kernel = _kernel(text, name, architecture(index))
+            if shared > 48 << 10:
+                _allow_shared(self.kernel, index)
+            occupancy = self.kernel.occupancy
+            if cluster > 1:
+                stream = _stream(index, raw_stream(index))
+                self.blocks = occupancy.max_active_clusters(self.config(1), stream=stream)
+            else:
+                resident = occupancy.max_active_blocks_per_multiprocessor(threads, shared)
+                self.blocks = resident * torch.cuda.get_device_properties(index).multi_processor_count
+
+    def __call__(self, blocks: int, *arguments: int | float) -> None:
+        stream = _stream(self.index, raw_stream(self.index))
+        config = self.config(max(1, min(blocks, self.blocks)))
+        if current_device() == self.index:
+            self.launch(stream, config, self.kernel, *arguments)
+        else:
+            with torch.cuda.device(self.index):
+                self.launch(stream, config, self.kernel, *arguments)
+
+
+def _allow_shared(kernel: Any, index: int) -> None:
+    """More than 48 KiB of shared memory a block have to be asked for; cuda.core has no word for it yet.
+
+    All the device has: launchers of other sizes share the kernel.
+    """
+    driver = importlib.import_module("cuda.bindings.driver")
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    properties: Any = torch.cuda.get_device_properties(index)
+    size = properties.shared_memory_per_block_optin - kernel.attributes.shared_size_bytes
+    (status,) = driver.cuKernelSetAttribute(attribute, size, kernel.handle, driver.CUdevice(index))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise BuildError(f"device {index} has no {size} bytes of shared memory for a block: {status}")
+
+
+# torch.cuda.current_device and current_stream(index).cuda_stream; building a Stream object takes longer than a launch.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+raw_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+
+
+@functools.cache
+def _stream(index: int, handle: int) -> Any:
+    return importlib.import_module("cuda.core").Stream.from_handle(handle)
+
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
+
+
+def workspace(index: int, blocks: int) -> tuple[int, int]:
+    """Addresses of so many partial sums and of a ticket (zero between launches): one set for each stream.
+
+    A graph being captured gets its own, since it may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        fresh = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+        return fresh.data_ptr(), fresh.data_ptr() + 8 * blocks
+    key = (index, raw_stream(index))
+    kept = _workspaces.get(key)
+    if kept is None or kept.numel() <= blocks:
+        kept = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+        _workspaces[key] = kept
+    address = kept.data_ptr()
+    return address, address + 8 * (kept.numel() - 1)
