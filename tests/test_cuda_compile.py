@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kullback.backends import cuda
-from kullback.backends.cuda import plan
+from kullback.backends.cuda import logits, plan
 from kullback.divergences import DIVERGENCES
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -101,6 +101,45 @@ def test_every_instantiation(case):
     check(case)
 
 
+# vocabulary, whether rows can stay on chip, whether their states are known, sum, gradients
+LOGITS_MODES = {
+    "total and gradient": (128256, True, False, True, INPUT),
+    "short rows, both gradients": (1000, False, False, True, BOTH),
+    "rows": (8192, True, False, True, NONE),
+    "both gradients of streamed rows": (262144, False, False, True, BOTH),
+    "gradients of known rows": (128256, False, True, False, BOTH),
+    "total and both gradients": (50257, True, False, True, BOTH),
+}
+LOGITS_PAIRS = [("logits", "logits"), ("logits", "probs"), ("log_probs", "logits")]
+
+
+def logits_variant(kind, form, target_form, dtype, mode):
+    vocab, fits, known, want_sum, want = LOGITS_MODES[mode]
+    shape = plan.logits(vocab, dtype, dtype, sum(want), known, fits).shape
+    assert shape.resident == fits
+    return logits.Variant(kind, form, target_form, dtype, dtype, torch.float64, torch.float32, want_sum, want, shape)
+
+
+def quick_logits():
+    """Every kind in every mode on sm_90a; a covering choice of the rest."""
+    for kind, mode in itertools.product(DIVERGENCES, LOGITS_MODES):
+        if mode != "rows" or kind in ("kl", "jensen_shannon"):
+            yield "sm_90a", kind, "logits", "logits", torch.bfloat16, mode
+    for arch, mode in itertools.product(ARCHITECTURES, LOGITS_MODES):
+        resident = LOGITS_MODES[mode][1]
+        if not resident or arch in ("sm_90a", "sm_100a"):
+            yield arch, "jensen_shannon", "logits", "logits", torch.float32, mode
+    for pair in LOGITS_PAIRS[1:]:
+        yield "sm_90a", "alpha", *pair, torch.float16, "total and both gradients"
+
+
+@pytest.mark.parametrize("case", [*quick_logits()], ids=lambda c: name(*c))
+def test_logits_compile_within_their_registers(case):
+    arch, *rest = case
+    used = registers(logits.source(logits_variant(*rest)), arch)
+    assert used <= json.loads(BUDGET.read_text())[name(*case)]
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_mixed_dtypes_and_helpers(arch):
     registers(cuda.source(variant("kl", "probs", "probs", torch.bfloat16, "rows", torch.float32)), arch)
@@ -117,6 +156,22 @@ def test_a_spill_is_an_error():
         registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
+def test_rows_on_chip_fit(vocab, dtype):
+    """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
+    layout = plan.logits(vocab, dtype, dtype, 1, False, True)
+    if not layout.shape.resident:
+        assert vocab <= 2048 or vocab * dtype.itemsize * 2 / plan.MAX_CLUSTER > 200 << 10
+        return
+    vectors = -(-(vocab // layout.shape.width) // layout.cluster)
+    pieces = -(-vectors // layout.slot_vectors)
+    assert pieces <= layout.slots
+    assert (layout.shape.groups - 1) * pieces < layout.slots
+    assert layout.shared <= plan.SHARED - 256
+    assert layout.shape.lanes * layout.shape.groups in (384, 512)
+
+
 def test_lanes_grow_with_the_row():
     lanes = [plan.lanes(vocab) for vocab in (1, 2, 64, 65, 2048, 2049, 262144)]
     assert lanes == [1, 8, 8, 32, 32, plan.THREADS, plan.THREADS]
@@ -128,4 +183,6 @@ if __name__ == "__main__":
     for i, case in enumerate(cases):
         table[name(*case)] = registers(cuda.source(variant(*case[1:])), case[0])
         print(f"\r{i + 1}/{len(cases)}", end="", file=sys.stderr)
+    for case in quick_logits():
+        table[name(*case)] = registers(logits.source(logits_variant(*case[1:])), case[0])
     BUDGET.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")

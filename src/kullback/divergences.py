@@ -62,6 +62,14 @@ class Element(NamedTuple):
     finish: Callable[[Value], Finish] = identity
 
 
+class Rescaled(NamedTuple):
+    """Of part of a row: Σ term and Σ of the term's partial derivatives, as centred."""
+
+    term: Value
+    d_log_p: Value
+    d_log_q: Value
+
+
 def kl(x: Pair) -> Element:
     """Σ p log(p/q)"""
     if x.centred:  # p·(ratio + e^-ratio - 1) = p·ratio + excess
@@ -167,6 +175,20 @@ def renyi(x: Pair, alpha: Value = 0.5) -> Element:
     )
 
 
+def kl_rescaled(total: Value, mass_p: Value, mass_q: Value, scale_p: Value, scale_q: Value, shift: Value) -> Rescaled:
+    """Σ p log(p/q) of p·scale_p and q·scale_q, which are of normalised rows."""
+    term = scale_p * (total + mass_p * shift)
+    return Rescaled(term, term, 0.0)
+
+
+def reverse_kl_rescaled(
+    total: Value, mass_p: Value, mass_q: Value, scale_p: Value, scale_q: Value, shift: Value
+) -> Rescaled:
+    """The same of Σ q log(q/p)."""
+    swapped = kl_rescaled(total, mass_q, mass_p, scale_q, scale_p, -shift)
+    return Rescaled(swapped.term, swapped.d_log_q, swapped.d_log_p)
+
+
 def overlap(x: Pair, alpha: Value) -> Value:
     """p^a q^(1-a), from the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow."""
     larger = where(x.ratio < 0.0, x.q, x.p)
@@ -205,11 +227,14 @@ class Divergence(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})  # names and defaults
     domain: str = ""  # of the parameter, in words, and
     admits: Callable[[float], bool] = lambda value: True  # as a test
+    # (Σ term, Σ p, Σ q, scale_p, scale_q, log(scale_p/scale_q)) of part of a row, unnormalised -> its share of the
+    # row's sums with p·scale_p and q·scale_q: a kind that has it is summed while the row's norms are still being found.
+    rescaled: Callable[..., Rescaled] | None = None
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "kl": Divergence(kl),
-    "reverse_kl": Divergence(reverse_kl),
+    "kl": Divergence(kl, rescaled=kl_rescaled),
+    "reverse_kl": Divergence(reverse_kl, rescaled=reverse_kl_rescaled),
     "jeffreys": Divergence(jeffreys),
     "jensen_shannon": Divergence(jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1),
     "skew_kl": Divergence(skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kullback.divergences import DIVERGENCES
+from kullback.divergences import DIVERGENCES, Pair
 from kullback.forms import FORMS
-from kullback.formula import Program
+from kullback.formula import Program, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -24,6 +24,8 @@ def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
     names |= {name: f"parameters.{name}" for name in parameters}
     program = problem.program(*ELEMENT)
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
+    if "apart_" in prefixes:
+        elements += _print_rescaling(problem.kind)
     finish, finished = print_steps(formula.finish, "double", names, "")
     return f"""\
 #define NEEDS_NORMS {int(problem.needs_norms)}
@@ -58,6 +60,31 @@ def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
 INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 {{
 {body}    Element result = {{ {", ".join(results[name] for name in ELEMENT)} }};
+    return result;
+}}
+"""
+
+
+def _print_rescaling(kind: str) -> str:
+    """`mass_term`, a term of unnormalised masses, and `rescaled` (divergences.py), where the kind has them."""
+    divergence = DIVERGENCES[kind]
+    if divergence.rescaled is None:
+        return "#define HAS_RESCALED 0\n"
+    p, q, ratio = (variable(name) for name in ("p", "q", "ratio"))
+    term = divergence.element(Pair(p, q, ratio, q - p, centred=False)).term
+    arguments = ("total", "mass_p", "mass_q", "scale_p", "scale_q", "shift")
+    sums = divergence.rescaled(*map(variable, arguments))
+    term_body, term_results = print_steps(Program({"term": term}), "real", {}, "apart_")
+    body, results = print_steps(Program(sums._asdict()), "real", {}, "apart_")
+    return f"""\
+#define HAS_RESCALED 1
+INLINE real mass_term(real p, real q, real ratio)
+{{
+{term_body}    return {term_results["term"]};
+}}
+INLINE Element rescaled({", ".join(f"real {name}" for name in arguments)})
+{{
+{body}    Element result = {{ {", ".join(results.values())}, 0, 0 }};
     return result;
 }}
 """

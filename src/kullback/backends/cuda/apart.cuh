@@ -33,9 +33,12 @@ INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
 /* NaN of two -inf, and -inf, become what a mass of 0 makes nothing of. */
 INLINE real bounded(real ratio) { return fmaxf(ratio, -1e30f); }
 
-INLINE real apart_logit_difference(real y, real y_scale, real x, real, real shift, real shift_low)
+/* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
+INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
 {
-    return bounded(fmaf(y - x, y_scale, -shift) - shift_low);
+    if (sizeof(X) == 2 && sizeof(Y) == 2)
+        return bounded(fmaf(y - x, y_scale, -shift) - shift_low);
+    return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
 
 INLINE real apart_near(real, real, real, real apart) { return apart; }
@@ -69,10 +72,9 @@ INLINE real apart_sqrt(real x)
 #define close_part_of apart_part_of
 #define close_log_quotient apart_log_quotient
 
-/* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
 INLINE real close_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
 {
-    if (sizeof(X) == 2 && sizeof(Y) == 2 && y_scale == x_scale)
+    if (y_scale == x_scale)
         return apart_logit_difference(y, y_scale, x, x_scale, shift, shift_low);
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }

@@ -17,6 +17,20 @@ INLINE unsigned cluster_size()
     return result;
 }
 
+INLINE unsigned cluster_index()
+{
+    unsigned result;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(result));
+    return result;
+}
+
+INLINE unsigned cluster_count()
+{
+    unsigned result;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(result));
+    return result;
+}
+
 INLINE void synchronize_cluster()
 {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

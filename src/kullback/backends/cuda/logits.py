@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import TYPES, Launcher, architecture, text, workspace
+from kullback.backends.cuda.launch import TYPES, Launcher, text, workspace
 from kullback.printer import print_functor
 from kullback.rows import Problem, Wanted
 
@@ -89,10 +89,10 @@ def run(
     index = x.device.index
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
-    fits = known_state is None and architecture(index) >= "sm_90" and _in_phase(x, y, gradients)
+    fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
     launcher, ring = _launcher(
         index,
-        plan.logits(vocab, x.dtype, y.dtype, known_state is not None, fits),
+        plan.logits(vocab, x.dtype, y.dtype, sum(g is not None for g in gradients), known_state is not None, fits),
         problem.kind,
         problem.form,
         problem.target_form,
@@ -137,6 +137,13 @@ def _launcher(index: int, layout: plan.Layout, *fields: Any) -> tuple[Launcher, 
         layout.shared,
     )
     return launcher, layout
+
+
+@functools.cache
+def _has_clusters(index: int) -> bool:
+    """Whether the device can keep rows on chip: clusters, bulk copies, and the shared memory of the plan."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= plan.SHARED)
 
 
 def _in_phase(x: Tensor, y: Tensor, gradients: tuple[Tensor | None, Tensor | None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class LogitsShape:
 
     @property
     def threads(self) -> int:
-        return self.lanes * self.groups + (32 if self.resident else 0)
+        return self.lanes * self.groups + (128 if self.resident else 0)  # logits.cuh: FETCHERS
 
     @property
     def macros(self) -> dict[str, int]:
@@ -97,23 +98,24 @@ class Layout:
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
-SHARED = 227 << 10  # what a block of sm_90 and later can have; sm_120 has less
+SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
 EXCHANGES = 6  # as logits.cuh has them
 SLOT_BYTES = 16 << 10
 MAX_CLUSTER = 8  # the largest that every device admits
 
 
-def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool, shared: int = SHARED) -> Layout:
+@functools.cache
+def logits(vocab: int, x: torch.dtype, y: torch.dtype, gradients: int, known: bool, fits: bool) -> Layout:
     """The layout for rows of so many logits; `fits`: whether the device and the tensors admit rows on chip."""
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = max(1, vocab // per_vector)
-    slot_vectors = vectors if short else max(1, SLOT_BYTES // vector_bytes // 256) * 256
-    for cluster in (1,) if short else (1, 2, 4, MAX_CLUSTER):
-        for lanes, groups in ((32, 16),) if short else ((128, 4), (128, 3), (256, 2)):
+    slot_vectors = max(1, SLOT_BYTES // vector_bytes // 256) * 256
+    for cluster in () if short else (1, 2, 4, MAX_CLUSTER):
+        for lanes, groups in (64, 6), (128, 4), (128, 3), (256, 2):
             mail = groups * EXCHANGES * (16 * cluster * lanes // 32 + 8)
-            slots = (shared - mail - 1024) // (slot_vectors * vector_bytes + 16)
+            slots = (SHARED - mail - 1024) // (slot_vectors * vector_bytes + 16)
             pieces = math.ceil(math.ceil(vectors / cluster) / slot_vectors)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
@@ -123,4 +125,4 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool, 
                 ring = slots * (slot_vectors * vector_bytes + 16)
                 return Layout(shape, cluster, slots, slot_vectors, ring + mail)
     lanes, groups = (32, 8) if short else (256, 1)
-    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 2))
+    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 3 if short and gradients < 2 else 2))
