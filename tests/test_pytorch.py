@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kullback
 from kullback.divergences import DIVERGENCES
 from tests import oracle
-from tests.conftest import sample
+from tests.conftest import relative_error, sample
 
 KINDS = list(DIVERGENCES)
 
@@ -258,6 +258,38 @@ class TestCuda:
             assert kullback.backend_info() == ("cuda", {})
             loss.backward()
             assert kullback.backend_info() == ("cuda", {})
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("vocab", [2056, 8192, 32000, 50257, 128256, 262144])
+    def test_logits_on_chip(self, vocab, dtype):
+        """More rows than are in flight at once, some without weight, close ones and masked ones among them."""
+        rows = 300 if vocab < 100_000 else 70
+        y = torch.randn(rows, vocab, device="cuda") * 2
+        noise = torch.linspace(1e-2, 1.5, rows, device="cuda")[:, None]
+        x = (y + noise * torch.randn_like(y)).to(dtype)
+        y = y.to(dtype)
+        x[5::7, 100:200] = y[5::7, 100:200] = float("-inf")
+        weight = torch.rand(rows, device="cuda")
+        weight[::9] = 0
+        x[::9] = float("nan")
+        for kind in ("kl", "jensen_shannon"):
+            a = x.detach().requires_grad_()
+            options = {"row_weight": weight, **oracle.PARAMETERS[kind]}
+            loss = kullback.divergence(a, y, kind, **options)
+            loss.backward()
+            assert kullback.backend_info() == ("cuda", {})
+            again = kullback.divergence(a, y, kind, **options)
+            (gradient,) = torch.autograd.grad(again, a)
+            assert torch.equal(again, loss)
+            assert torch.equal(gradient, a.grad)
+            read = weight != 0
+            b = x[read].double().requires_grad_()
+            truth = oracle.divergence(b, y[read].double(), kind, **oracle.PARAMETERS[kind])
+            truth = (truth * weight[read].double()).sum() / weight.sum().double()
+            truth.backward()
+            assert relative_error(loss, truth) <= 1e-5
+            assert (a.grad[~read] == 0).all()
+            assert relative_error(a.grad[read], b.grad) <= (2e-6 if dtype == torch.float32 else 5e-3)
 
     def test_no_host_synchronisation(self, generator):
         x, y = pair("probs", (64, 1000), generator, "cuda", torch.float32)

@@ -31,7 +31,7 @@ INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
 }
 
 /* NaN of two -inf, and -inf, become what a mass of 0 makes nothing of. */
-INLINE real bounded(real ratio) { return fmaxf(ratio, -1e30f); }
+INLINE real bounded(real ratio) { return fmaxf(ratio, -3e38f); }
 
 /* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
 INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)

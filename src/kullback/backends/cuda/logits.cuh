@@ -18,25 +18,12 @@
 enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
 enum { NORMS, TOPS, TOTALS, SUMS, EXCHANGES = SUMS + 3 };
-/* Beside the groups four warps, of which one fetches: the others would be no cheaper to leave out, and hand their
-   registers to those that compute (PTX ISA, setmaxnreg). */
-#if RESIDENT
-#define FETCHERS 128
-#define YIELD_REGISTERS asm volatile("setmaxnreg.dec.sync.aligned.u32 24;")
-#if LANES * GROUPS == 512
-#define TAKE_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 120;")
-#else /* 384 */
-#define TAKE_REGISTERS asm volatile("setmaxnreg.inc.sync.aligned.u32 160;")
-#endif
-#else
-#define FETCHERS 0
-#endif
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it. A sum above the second was no number. */
 #define LEAST_APART 0.02f
-#define MOST 1e20f
+#define MOST 1e15f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
@@ -623,7 +610,8 @@ INLINE void one_row(const Arguments &a, const Share &share, const Ring &ring, Te
             const Element part = rescaled(survey.total, survey.y.total, survey.x.total,
                                           power_of_2((survey.y.top - norms.y.top) * binary(row.target_scale)) / norms.y.total,
                                           power_of_2((survey.x.top - norms.x.top) * binary(row.input_scale)) / norms.x.total,
-                                          fmaf(survey.y.top - survey.x.top, row.target_scale, -row.shift_high) - row.shift_low);
+                                          (survey.y.top - norms.y.top) * row.target_scale - (survey.x.top - norms.x.top) * row.input_scale
+                                              - logf(norms.y.total / norms.x.total));
             sums = gathered(ring, team, SUMS, { (double)part.term, (double)part.d_log_p, (double)part.d_log_q });
 #else
             sums = summed<APART>(share, ring, team, row, parameters);
@@ -688,7 +676,7 @@ INLINE void clear(const Arguments &a, const Team &team, unsigned r)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(LANES *GROUPS + FETCHERS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(LANES *GROUPS + 32 * RESIDENT, MIN_BLOCKS)
 kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, const WEIGHT *weights,
                 const double *known_state, double *state, LOSS *losses, LOSS *total, double *partial, unsigned *ticket,
                 long long rows, long long vocab, long long x_stride, long long y_stride, double scale,
@@ -699,7 +687,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                           (int)slots, (int)slot_vectors };
     Parameters parameters;
     *(real *)&parameters = (real)a.parameter;
-    const int group = __shfl_sync(0xffffffffu, min((int)threadIdx.x / LANES, GROUPS), 0); /* so that the compiler sees it uniform */
+    const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
     Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * EXCHANGES * WARPS * (int)sizeof(float4) };
     Ring ring = {};
     __shared__ double results[GROUPS]; /* each of its group's first thread */
@@ -723,10 +711,9 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             initialize(ring.empty(a.slots + i), 1);
     }
     synchronize_cluster();
-    if (group == GROUPS) { /* the warp that fetches; those beside it only lend their registers */
-        YIELD_REGISTERS;
+    if (group == GROUPS) { /* the warp that fetches */
         each_row(a, group, [&](unsigned r, double, bool is_read, unsigned) {
-            if (is_read && threadIdx.x == LANES * GROUPS) {
+            if (is_read && threadIdx.x % 32 == 0) {
                 const Share share = share_of(a, r, team.rank, team.size);
                 const X *x = share.x() + share.head + share.first * WIDTH;
                 const Y *y = share.y() + share.head + share.first * WIDTH;
@@ -742,7 +729,6 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             __syncwarp();
         });
     } else {
-        TAKE_REGISTERS;
         each_row(a, group, [&](unsigned r, double weight, bool is_read, unsigned turn) {
             if (!is_read) {
                 if (r / row_step() % GROUPS == group)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import TYPES, Launcher, text, workspace
+from kullback.divergences import DIVERGENCES
 from kullback.printer import print_functor
 from kullback.rows import Problem, Wanted
 
@@ -90,9 +91,10 @@ def run(
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
     fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
+    both = gradients[0] is not None and gradients[1] is not None
     launcher, ring = _launcher(
         index,
-        plan.logits(vocab, x.dtype, y.dtype, sum(g is not None for g in gradients), known_state is not None, fits),
+        layout(problem.kind, vocab, x.dtype, y.dtype, both, known_state is not None, fits),
         problem.kind,
         problem.form,
         problem.target_form,
@@ -125,18 +127,23 @@ def run(
     )
 
 
+def layout(kind: str, vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, fits: bool) -> plan.Layout:
+    """How rows are laid over blocks. A kind that is not surveyed has more to hold, and so have two gradients."""
+    return plan.logits(vocab, x, y, both or DIVERGENCES[kind].rescaled is None, known, fits)
+
+
 @functools.cache
-def _launcher(index: int, layout: plan.Layout, *fields: Any) -> tuple[Launcher, plan.Layout]:
-    shape = layout.shape
+def _launcher(index: int, placed: plan.Layout, *fields: Any) -> tuple[Launcher, plan.Layout]:
+    shape = placed.shape
     launcher = Launcher(
         source(Variant(*(*fields, shape))),
         "kullback_logits",
         index,
         shape.threads,
-        layout.cluster,
-        layout.shared,
+        placed.cluster,
+        placed.shared,
     )
-    return launcher, layout
+    return launcher, placed
 
 
 @functools.cache

@@ -73,7 +73,7 @@ class LogitsShape:
 
     @property
     def threads(self) -> int:
-        return self.lanes * self.groups + (128 if self.resident else 0)  # logits.cuh: FETCHERS
+        return self.lanes * self.groups + (32 if self.resident else 0)
 
     @property
     def macros(self) -> dict[str, int]:
@@ -105,15 +105,20 @@ MAX_CLUSTER = 8  # the largest that every device admits
 
 
 @functools.cache
-def logits(vocab: int, x: torch.dtype, y: torch.dtype, gradients: int, known: bool, fits: bool) -> Layout:
-    """The layout for rows of so many logits; `fits`: whether the device and the tensors admit rows on chip."""
+def logits(vocab: int, x: torch.dtype, y: torch.dtype, wide: bool, known: bool, fits: bool) -> Layout:
+    """The layout for rows of so many logits.
+
+    `wide`: whether a thread wants more than 128 registers; `known`: whether only gradients are wanted, of rows
+    whose states are known; `fits`: whether the device and the tensors admit rows on chip.
+    """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = max(1, vocab // per_vector)
-    slot_vectors = max(1, SLOT_BYTES // vector_bytes // 256) * 256
     for cluster in () if short else (1, 2, 4, MAX_CLUSTER):
-        for lanes, groups in (64, 6), (128, 4), (128, 3), (256, 2):
+        # At most 16 warps with the one that fetches leave a thread 128 registers, at most 12 leave it 168.
+        for lanes, groups in ((64, 5), (96, 3), (160, 2)) if wide else ((64, 6), (128, 3), (224, 2)):
+            slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
             mail = groups * EXCHANGES * (16 * cluster * lanes // 32 + 8)
             slots = (SHARED - mail - 1024) // (slot_vectors * vector_bytes + 16)
             pieces = math.ceil(math.ceil(vectors / cluster) / slot_vectors)
@@ -125,4 +130,4 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, gradients: int, known: bo
                 ring = slots * (slot_vectors * vector_bytes + 16)
                 return Layout(shape, cluster, slots, slot_vectors, ring + mail)
     lanes, groups = (32, 8) if short else (256, 1)
-    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 3 if short and gradients < 2 else 2))
+    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 2 if wide or not short else 3))
