@@ -21,8 +21,8 @@ def _paths():
 def path(request):
     """Each path in turn, forced; `device` is where its tensors lie.
 
-    On a GPU nothing is forced, since float64 logits take the torch path there: tests/test_pytorch.py holds that
-    others do not.
+    On a GPU nothing is forced, since logits take the torch path there: tests/test_pytorch.py holds that the
+    other forms do not.
     """
     if request.param == "cuda":
         if not torch.cuda.is_available():
