@@ -73,6 +73,27 @@ def test_literal_on_unnormalised_rows(kind):
     torch.testing.assert_close(finished(kind, log_p, log_q, False), truth, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [k for k in KINDS if DIVERGENCES[k].rescaled])
+def test_rescaled_parts_add_up_to_the_normalised_row(kind):
+    """Each part of a row in units of its own: what a kernel has while the row's norms are still being found."""
+    log_p, log_q = random_rows()
+    whole = element(kind, log_p, log_q, centred=True)
+    units_p, units_q = torch.randn(2, *log_p.shape, dtype=torch.float64)  # a part is one element
+    part = element(kind, log_p + units_p, log_q + units_q)
+    rescaled = DIVERGENCES[kind].rescaled(
+        part.term,
+        (log_p + units_p).exp(),
+        (log_q + units_q).exp(),
+        (-units_p).exp(),
+        (-units_q).exp(),
+        units_q - units_p,
+    )
+    for ours, truth in zip(rescaled, whole[:3], strict=True):
+        expected = truth.sum(-1)
+        ours = ours.sum(-1) if isinstance(ours, torch.Tensor) else torch.full_like(expected, ours)
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_between_equals(kind):
     log_p, _ = random_rows()
