@@ -227,8 +227,9 @@ class Divergence(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})  # names and defaults
     domain: str = ""  # of the parameter, in words, and
     admits: Callable[[float], bool] = lambda value: True  # as a test
-    # (Σ term, Σ p, Σ q, scale_p, scale_q, log(scale_p/scale_q)) of part of a row, unnormalised -> its share of the
-    # row's sums with p·scale_p and q·scale_q: a kind that has it is summed while the row's norms are still being found.
+    # Of a term linear in the log-ratio: (Σ term, Σ p, Σ q, scale_p, scale_q, log(scale_p/scale_q)) of part of a row,
+    # unnormalised -> its share of the row's sums with p·scale_p and q·scale_q, logarithms to whatever base. A kind that
+    # has it is summed while the row's norms are still being found.
     rescaled: Callable[..., Rescaled] | None = None
 
 

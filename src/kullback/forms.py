@@ -35,7 +35,11 @@ class Norm(NamedTuple):
 
 
 class Form(NamedTuple):
-    """`mass` and `log_mass` of an element; `pull_back(element, mass, gradient in log-mass, norm)`."""
+    """`mass` and `log_mass` of an element; `pull_back(element, mass, gradient in log-mass, norm)`.
+
+    A gradient of logits is that of the logit times its scale: whoever multiplies by the upstream gradient has the scale
+    in the same factor.
+    """
 
     mass: Callable[[Value, Norm], Value]
     log_mass: Callable[[Value, Norm], Value]
@@ -60,7 +64,7 @@ FORMS: dict[str, Form] = {
     "logits": Form(
         mass=lambda x, norm: logit_mass(x, norm.top, norm.scale, norm.inverse_total),
         log_mass=lambda x, norm: (x - norm.top) * norm.scale - norm.log_total,
-        pull_back=lambda x, mass, gradient, norm: (gradient - mass * norm.sum_gradient) * norm.scale,
+        pull_back=lambda x, mass, gradient, norm: gradient - mass * norm.sum_gradient,
         tame=None,  # a finite logit may have no mass
         normalised=True,
     ),

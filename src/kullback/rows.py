@@ -51,6 +51,12 @@ class Problem:
         return dict(zip(DIVERGENCES[self.kind].parameters, self.numbers[2:], strict=True))
 
     @property
+    def slopes(self) -> tuple[float, float]:
+        """Of what a gradient is pulled back to (forms.py) in the input's elements, in the target's."""
+        forms = self.form, self.target_form
+        return tuple(1 / t if f == "logits" else 1.0 for f, t in zip(forms, self.temperatures, strict=True))  # type: ignore[return-value]
+
+    @property
     def needs_norms(self) -> bool:
         return self.form == "logits" or self.target_form == "logits"
 

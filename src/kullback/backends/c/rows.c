@@ -106,9 +106,9 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
             }                                                                                     \
         }                                                                                         \
         if (WANT_INPUT && want_gradient)                                                          \
-            input_gradient[i] = STORE_X(e.input * upstream);                                      \
+            input_gradient[i] = STORE_X(e.input * input_upstream);                                      \
         if (WANT_TARGET && want_gradient)                                                         \
-            target_gradient[i] = STORE_Y(e.target * upstream);                                    \
+            target_gradient[i] = STORE_Y(e.target * target_upstream);                                    \
     }
 
 /* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
@@ -117,6 +117,9 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
 INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row,
                   Parameters parameters, real upstream, Sums *sums, int want_sum, int want_gradient)
 {
+    const real input_upstream = INPUT_IS_LOGITS ? upstream * row.input_scale : upstream;
+    const real target_upstream = TARGET_IS_LOGITS ? upstream * row.target_scale : upstream;
+    (void)input_upstream, (void)target_upstream;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real term = 0, d_log_p = 0, d_log_q = 0;

@@ -52,10 +52,19 @@ INLINE void expect(unsigned long long *barrier, unsigned bytes)
                  :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
+/* The hint, in nanoseconds, keeps a warp that waits from polling: those polls took issue slots from the others. */
 INLINE void await(unsigned long long *barrier, unsigned parity)
 {
     asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 1000000;\n"
+                 "\t@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+/* The same for what other blocks sent */
+INLINE void await_cluster(unsigned long long *barrier, unsigned parity)
+{
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 1000000;\n"
                  "\t@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 

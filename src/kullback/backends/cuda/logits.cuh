@@ -17,8 +17,8 @@
 
 enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
-enum { NORMS, TOPS, TOTALS, SUMS, EXCHANGES = SUMS + 3 };
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
+#define IS_SURVEYED (HAS_APART && HAS_RESCALED)
 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it. A sum above the second was no number. */
@@ -27,9 +27,6 @@ enum { NORMS, TOPS, TOTALS, SUMS, EXCHANGES = SUMS + 3 };
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
-struct Norm { float top, total; }; /* Σ exp((x - top)·scale); a factor is binary(scale) */
-struct Totals { double term, d_log_p, d_log_q; };
-
 INLINE float maximum(float a, float b) /* NaN stays */
 {
     float result;
@@ -37,11 +34,30 @@ INLINE float maximum(float a, float b) /* NaN stays */
     return result;
 }
 
-INLINE Norm merged(Norm a, Norm b, float factor)
+INLINE float shuffled(float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
+INLINE double shuffled(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
+
+template <typename T> INLINE T sum_of_warp(T x)
 {
-    const float top = fmaxf(a.top, b.top);
-    /* symmetric to the bit: lanes that merge the same two in either order must agree */
-    return { top, product(a.total, power_of_2((a.top - top) * factor)) + product(b.total, power_of_2((b.top - top) * factor)) };
+#pragma unroll
+    for (int step = 16; step; step /= 2)
+        x += shuffled(x, step);
+    return x;
+}
+
+template <typename F> INLINE float merged_of_warp(float x, F merge)
+{
+#pragma unroll
+    for (int step = 16; step; step /= 2)
+        x = merge(x, shuffled(x, step));
+    return x;
+}
+
+/* Not to be contracted with a sum: lanes that add the same two in either order must agree to the bit */
+INLINE float rounded_once(float x)
+{
+    asm("" : "+f"(x));
+    return x;
 }
 
 template <typename T> INLINE float at(const Packed<T> &values, int k) { return to_real(values.element[k]); }
@@ -52,81 +68,6 @@ INLINE float at(const Packed<bfloat16> &values, int k)
     const unsigned word = ((const unsigned *)&values)[k / 2];
     return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
 }
-
-/* A later vector is measured against the top of an earlier one until its total would grow too large for that. */
-template <typename T> INLINE void take(Norm &norm, const Packed<T> &values, float factor)
-{
-    const auto part = [&] {
-        float result = 0;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            result += power_of_2((at(values, k) - norm.top) * factor);
-        return result;
-    };
-    float more = part();
-    if (!(more < 1e15f)) {
-        float top = norm.top;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            top = fmaxf(top, at(values, k));
-        norm.total *= power_of_2((norm.top - top) * factor);
-        norm.top = top;
-        more = part();
-    }
-    norm.total += more;
-}
-
-#if HAS_APART && HAS_RESCALED
-#define IS_SURVEYED 1
-/* A part's masses, each side measured against its own top, and the sum of their terms. */
-struct Survey {
-    Norm x, y;
-    float total;
-
-    INLINE void rescale(float x_top, float y_top, float x_factor, float y_factor, float x_scale, float y_scale)
-    {
-        const float x_rescale = power_of_2((x.top - x_top) * x_factor), y_rescale = power_of_2((y.top - y_top) * y_factor);
-        total = rescaled(total, y.total, x.total, y_rescale, x_rescale, (y.top - y_top) * y_scale - (x.top - x_top) * x_scale).term;
-        x.total *= x_rescale;
-        y.total *= y_rescale;
-        x.top = x_top;
-        y.top = y_top;
-    }
-
-    INLINE void take(const Packed<X> &xs, const Packed<Y> &ys, float x_scale, float y_scale)
-    {
-        const float x_factor = binary(x_scale), y_factor = binary(y_scale);
-        float x_part, y_part, part;
-        const auto find = [&] {
-            x_part = y_part = part = 0;
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                const float from_x = at(xs, k) - x.top, from_y = at(ys, k) - y.top;
-                const float q = power_of_2(from_x * x_factor), p = power_of_2(from_y * y_factor);
-                x_part += q;
-                y_part += p;
-                part += mass_term(p, q, bounded((from_y - from_x) * y_scale));
-            }
-        };
-        find();
-        if (!(x_part < 1e15f && y_part < 1e15f)) {
-            float x_top = x.top, y_top = y.top;
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                x_top = fmaxf(x_top, at(xs, k));
-                y_top = fmaxf(y_top, at(ys, k));
-            }
-            rescale(x_top, y_top, x_factor, y_factor, x_scale, y_scale);
-            find();
-        }
-        x.total += x_part;
-        y.total += y_part;
-        total += part;
-    }
-};
-#else
-#define IS_SURVEYED 0
-#endif
 
 struct Arguments {
     const X *x;
@@ -144,7 +85,130 @@ struct Arguments {
     long long x_stride, y_stride;
     double scale, parameter;
     float input_scale, target_scale; /* 1 / temperature */
-    int slots, slot_vectors;
+    int slots, slot_vectors, share; /* of the ring; vectors of a slot, of a block's share of a row */
+};
+
+/* What a part of a row holds, each side's masses measured against its own top: 2^(x·factor - top·factor), where a
+   factor is binary(scale) and the second product is rounded. */
+struct alignas(16) Survey {
+    float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
+#if IS_SURVEYED
+    float term = 0; /* Σ of the masses' terms, log-ratios as powers of 2 */
+#endif
+
+    /* the same against higher tops */
+    INLINE void raise(float x_higher, float y_higher, const Arguments &a)
+    {
+        const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
+        const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
+        const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
+        const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
+#if IS_SURVEYED
+        term = rounded_once(rescaled(term, y_total, x_total, y_rescale, x_rescale, y_less - x_less).term);
+#endif
+        if (INPUT_IS_LOGITS)
+            x_total = product(x_total, x_rescale);
+        if (TARGET_IS_LOGITS)
+            y_total = product(y_total, y_rescale);
+        x_top = x_higher;
+        y_top = y_higher;
+    }
+
+    /* A later vector is measured against the top of an earlier one until it would grow too large for that. */
+    INLINE void take(const Packed<X> &xs, const Packed<Y> &ys, const Arguments &a)
+    {
+        const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
+        float x_part, y_part, part;
+        const auto measure = [&] {
+            const float x_low = product(x_top, x_factor), y_low = product(y_top, y_factor);
+            x_part = y_part = part = 0;
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                const float x_power = fmaf(at(xs, k), x_factor, -x_low), y_power = fmaf(at(ys, k), y_factor, -y_low);
+                const float q = power_of_2(x_power), p = power_of_2(y_power);
+                if (INPUT_IS_LOGITS)
+                    x_part += q;
+                if (TARGET_IS_LOGITS)
+                    y_part += p;
+#if IS_SURVEYED
+                part += mass_term(p, q, bounded(y_power - x_power));
+#endif
+            }
+        };
+        measure();
+        if (__builtin_expect(!(x_part < MOST && y_part < MOST), 0)) {
+            float x_higher = x_top, y_higher = y_top;
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                x_higher = fmaxf(x_higher, at(xs, k));
+                y_higher = fmaxf(y_higher, at(ys, k));
+            }
+            raise(x_higher, y_higher, a);
+            measure();
+        }
+        x_total += x_part;
+        y_total += y_part;
+#if IS_SURVEYED
+        term += part;
+#endif
+    }
+
+    INLINE void merge(Survey other, const Arguments &a)
+    {
+        const float x_higher = fmaxf(x_top, other.x_top), y_higher = fmaxf(y_top, other.y_top);
+        raise(x_higher, y_higher, a);
+        other.raise(x_higher, y_higher, a);
+        x_total += other.x_total;
+        y_total += other.y_total;
+#if IS_SURVEYED
+        term += other.term;
+#endif
+    }
+
+    INLINE void merge_warp(const Arguments &a)
+    {
+        const auto higher = [](float a, float b) { return fmaxf(a, b); };
+        raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
+        x_total = sum_of_warp(x_total);
+        y_total = sum_of_warp(y_total);
+#if IS_SURVEYED
+        term = sum_of_warp(term);
+#endif
+    }
+};
+
+/* Largest logits; NaN, if there is one */
+struct alignas(16) Tops {
+    float x = -K_INFINITY, y = -K_INFINITY;
+
+    INLINE void merge(Tops other, const Arguments &)
+    {
+        x = maximum(x, other.x);
+        y = maximum(y, other.y);
+    }
+    INLINE void merge_warp(const Arguments &)
+    {
+        x = merged_of_warp(x, maximum);
+        y = merged_of_warp(y, maximum);
+    }
+};
+
+/* Σ of terms and of their partial derivatives; or of other things */
+struct alignas(16) Sums {
+    float term = 0, d_log_p = 0, d_log_q = 0;
+
+    INLINE void merge(Sums other, const Arguments &)
+    {
+        term += other.term;
+        d_log_p += other.d_log_p;
+        d_log_q += other.d_log_q;
+    }
+    INLINE void merge_warp(const Arguments &)
+    {
+        term = (float)sum_of_warp((double)term);
+        d_log_p = (float)sum_of_warp((double)d_log_p);
+        d_log_q = (float)sum_of_warp((double)d_log_q);
+    }
 };
 
 /* This block's part of a row: whole vectors, and for the first block of a cluster the ends that no vector covers.
@@ -165,12 +229,13 @@ struct Share {
 /* The ring's slots; then every group's mail; then the barriers: full and empty of each slot, arrivals of each group. */
 extern __shared__ __align__(128) unsigned char memory[];
 #else
-__shared__ float4 memory[GROUPS * EXCHANGES * WARPS];
+__shared__ __align__(16) unsigned char memory[GROUPS * MAILBOXES * WARPS * LETTER_BYTES];
 #endif
 
 /* Offsets instead of pointers, and counts: what a thread keeps has to fit its registers. */
 struct Ring {
     int count, vectors; /* slots; vectors of a slot, of each tensor */
+    int pieces;         /* slots that a row takes: as many in each block, whether or not vectors are left for all */
     int barriers;       /* their offset */
     int at;             /* the next row's first slot */
     unsigned parity;    /* of its barriers */
@@ -183,51 +248,57 @@ struct Ring {
             parity ^= 1;
         }
     }
-    INLINE const X *x(int slot) const { return (const X *)(memory + slot * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>))); }
-    INLINE const Y *y(int slot) const { return (const Y *)(x(slot) + vectors * WIDTH); }
-    INLINE unsigned long long *full(int slot) const { return (unsigned long long *)((unsigned char *)memory + barriers) + slot; }
-    INLINE unsigned long long *empty(int slot) const { return full(count + slot); }
+    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>))); }
+    INLINE const Y *y() const { return (const Y *)(x() + vectors * WIDTH); }
+    INLINE unsigned long long *barrier(int i) const { return (unsigned long long *)((unsigned char *)memory + barriers) + i; }
+    INLINE unsigned long long *full() const { return barrier(at); }
+    INLINE unsigned long long *empty() const { return barrier(count + at); }
+    INLINE unsigned long long *arrived(int mailbox) const { return barrier(2 * count + mailbox); }
 };
 
 struct Team { /* the threads that share a row */
     int lane, group;
     unsigned rank, size; /* of the block in the cluster */
-    int letters;         /* offset of this group's mail: [EXCHANGES, size · WARPS] */
-    unsigned parities;   /* of the barriers of its exchanges */
+    int mail;            /* offset of this group's: [MAILBOXES, size · WARPS] letters */
+    unsigned exchanges;  /* so far */
 };
 
-/* Every warp gives a value and gets all: fn(fn(...)) in an order that is the same in every thread. `merge` takes the
-   accumulated T and one of the warps' values, or another T. */
-template <typename T, typename TAKE, typename MERGE>
-INLINE T exchanged(const Ring &ring, Team &team, int which, float4 mine, T nothing, TAKE take_one, MERGE merge)
+/* Every warp gives a T, and every thread gets all of them, merged in the same order. Two mailboxes are enough: who
+   writes to one for the second time has got the others' letters of the exchange between, and they had read it by then. */
+template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, Team &team, T mine)
 {
-    T result = nothing;
+    mine.merge_warp(a);
 #if LANES == 32
-    result = take_one(result, mine);
-    return result;
+    return mine;
 #else
-    const int size = (int)team.size, lane = team.lane % 32;
-    float4 *mail = (float4 *)((unsigned char *)memory + team.letters) + which * size * WARPS;
+    static_assert(sizeof(T) <= LETTER_BYTES);
+    const int size = (int)team.size, lane = team.lane % 32, mailbox = team.exchanges % MAILBOXES;
+    T *letters = (T *)((unsigned char *)memory + team.mail + mailbox * size * WARPS * LETTER_BYTES);
 #if RESIDENT
     if (size > 1) {
-        unsigned long long *arrived = ring.empty(ring.count + team.group * EXCHANGES + which);
+        unsigned long long *arrived = ring.arrived(team.group * MAILBOXES + mailbox);
         if (team.lane == 0)
-            expect(arrived, (unsigned)(size * WARPS * sizeof(float4)));
+            expect(arrived, (unsigned)(size * WARPS * sizeof(T)));
         if (lane < size)
-            send(mail + team.rank * WARPS + team.lane / 32, arrived, mine, (unsigned)lane);
-        await(arrived, team.parities >> which & 1);
-        team.parities ^= 1u << which;
+#pragma unroll
+            for (int i = 0; i < (int)sizeof(T) / VECTOR_BYTES; i++)
+                send((float4 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float4 *)&mine)[i], (unsigned)lane);
+        await_cluster(arrived, team.exchanges / MAILBOXES % 2);
     } else
 #endif
     {
         if (lane == 0)
-            mail[team.lane / 32] = mine;
+            letters[team.lane / 32] = mine;
         asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
     }
-    for (int e = lane; e < size * WARPS; e += 32)
-        result = take_one(result, mail[e]);
-    for (int step = 16; step; step /= 2)
-        result = merge(result, step);
+    team.exchanges++;
+    T result;
+    if (lane < size * WARPS)
+        result = letters[lane];
+#pragma unroll 1
+    for (int e = lane + 32; e < size * WARPS; e += 32)
+        result.merge(letters[e], a);
+    result.merge_warp(a);
     return result;
 #endif
 }
@@ -246,40 +317,51 @@ template <typename T> INLINE Packed<T> fetched(const T *p)
 }
 
 #if RESIDENT
-INLINE void release(const Ring &ring, const Team &team, int slot)
+/* Calls f(the ring at the piece's slot, its first vector of the share, its vectors) for the pieces of a share. */
+template <typename F> INLINE void each_piece(const Share &share, Ring ring, F f)
+{
+    for (int piece = 0, start = 0; piece < ring.pieces; piece++, start += ring.vectors) {
+        f(ring, start, min(ring.vectors, share.vectors - start));
+        ring.advance(1);
+    }
+}
+
+INLINE void release(const Ring &ring, const Team &team)
 {
     __syncwarp();
     if (team.lane % 32 == 0)
-        arrive(ring.empty(slot));
+        arrive(ring.empty());
 }
 #endif
 
-/* Calls f(x vector, y vector, its index in the row) for this thread's vectors. */
+/* The row is not read again. */
+INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
+{
+#if RESIDENT
+    each_piece(share, ring, [&](const Ring &slot, int, int) { release(slot, team); });
+#endif
+}
+
+/* Calls f(x vector, y vector, its index in the row) for this thread's vectors. FIRST: they may still be on their way;
+   LAST: the row is not read again. */
 template <bool FIRST, bool LAST, int UNROLL = 2, typename F> INLINE void each_vector(const Share &share, const Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
-    int at = ring.at;
-    unsigned parity = ring.parity;
-    for (int start = 0; start < share.vectors; start += ring.vectors) {
+    each_piece(share, ring, [&](const Ring &slot, int start, int count) {
         if (FIRST) {
             /* Barriers count turns of the ring modulo 2, and this group may be a turn ahead of another: first the
                turn before has to be over. */
-            await(ring.empty(at), parity ^ 1);
-            await(ring.full(at), parity);
+            await(slot.empty(), slot.parity ^ 1);
+            await(slot.full(), slot.parity);
         }
-        const X *x = ring.x(at);
-        const Y *y = ring.y(at);
-        const int count = min(ring.vectors, share.vectors - start);
+        const X *x = slot.x();
+        const Y *y = slot.y();
 #pragma unroll UNROLL
         for (int v = team.lane; v < count; v += LANES)
             f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v);
         if (LAST)
-            release(ring, team, at);
-        if (++at == ring.count) {
-            at = 0;
-            parity ^= 1;
-        }
-    }
+            release(slot, team);
+    });
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
@@ -302,18 +384,15 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
 {
     const int first = share.head + share.first * WIDTH;
 #if RESIDENT
-    int at = ring.at;
-    for (int start = 0; start < share.vectors; start += ring.vectors) {
-        const X *x = ring.x(at);
-        const Y *y = ring.y(at);
-        const int count = min(ring.vectors, share.vectors - start) * WIDTH;
+    each_piece(share, ring, [&](const Ring &slot, int start, int count) {
+        const X *x = slot.x();
+        const Y *y = slot.y();
 #pragma unroll 1
-        for (int i = team.lane; i < count; i += LANES)
+        for (int i = team.lane; i < count * WIDTH; i += LANES)
             f(to_real(x[i]), to_real(y[i]), first + start * WIDTH + i);
         if (LAST)
-            release(ring, team, at);
-        at = at + 1 == ring.count ? 0 : at + 1;
-    }
+            release(slot, team);
+    });
 #else
 #pragma unroll 1
     for (int i = first + team.lane; i < first + share.vectors * WIDTH; i += LANES)
@@ -332,113 +411,66 @@ template <typename T> INLINE Packed<T> alone(T value)
     return result;
 }
 
-INLINE double shuffled(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
-INLINE float shuffled(float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
-
-struct Norms { Norm x, y; };
-
-INLINE Norms both(Norms a, Norms b, float x_factor, float y_factor)
-{
-    Norms result = a;
-    if (INPUT_IS_LOGITS)
-        result.x = merged(a.x, b.x, x_factor);
-    if (TARGET_IS_LOGITS)
-        result.y = merged(a.y, b.y, y_factor);
-    return result;
-}
-
 /* What is the same in all threads of a warp, said so that the compiler knows */
 INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
 
-INLINE bool is_usual(Norm norm) { return norm.total > 0 && norm.total < 1e30f; }
+INLINE bool is_usual(float total) { return total > 0 && total < 1e30f; }
 
-/* What the rounding of top · binary(scale) puts into each mass of the apart vocabulary */
-INLINE float rounding_of(Norm norm, float scale)
+/* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
+   above NO_TOP, in two: then totals are of exp((x - top)·scale), terms are not summed, and the result is false. */
+INLINE bool normalize(const Arguments &a, const Share &share, const Ring &ring, Team &team, Survey &survey)
 {
-    const float factor = binary(scale);
-    return power_of_2((float)((double)product(norm.top, factor) - (double)norm.top * (double)factor));
-}
-
-/* The row's norms, with totals of exp((x - top) · scale): of finite logits, -inf among them, in one sweep; of rows
-   that hold +inf, NaN, or nothing above NO_TOP, in two. False of the latter. */
-INLINE bool normalize(const Share &share, const Ring &ring, Team &team, const Row &row, Norms &norms
-#if IS_SURVEYED
-                      , Survey &survey
-#endif
-)
-{
-    const float x_factor = binary(row.input_scale), y_factor = binary(row.target_scale);
-    const Norms nothing = { { NO_TOP, 0 }, { NO_TOP, 0 } };
-    norms = nothing;
-#if IS_SURVEYED
-    survey = { { NO_TOP, 0 }, { NO_TOP, 0 }, 0 };
-    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
-        survey.take(x, y, row.input_scale, row.target_scale);
-    });
-    each_end(share, team, [&](int i) {
-        survey.take(alone(share.x()[i]), alone(share.y()[i]), row.input_scale, row.target_scale);
-    });
-    norms = { survey.x, survey.y };
-#else
-    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
-        if (INPUT_IS_LOGITS)
-            take(norms.x, x, x_factor);
-        if (TARGET_IS_LOGITS)
-            take(norms.y, y, y_factor);
-    });
-    each_end(share, team, [&](int i) {
-        if (INPUT_IS_LOGITS)
-            take(norms.x, alone(share.x()[i]), x_factor);
-        if (TARGET_IS_LOGITS)
-            take(norms.y, alone(share.y()[i]), y_factor);
-    });
-#endif
-    const auto shuffle = [=](Norms a, int step) {
-        return both(a, { { shuffled(a.x.top, step), shuffled(a.x.total, step) },
-                         { shuffled(a.y.top, step), shuffled(a.y.total, step) } }, x_factor, y_factor);
-    };
-    for (int step = 16; step; step /= 2)
-        norms = shuffle(norms, step);
-    norms = exchanged(ring, team, NORMS, { norms.x.top, norms.x.total, norms.y.top, norms.y.total }, nothing,
-                      [=](Norms a, float4 b) { return both(a, { { b.x, b.y }, { b.z, b.w } }, x_factor, y_factor); }, shuffle);
-    if (agreed((!INPUT_IS_LOGITS || is_usual(norms.x)) && (!TARGET_IS_LOGITS || is_usual(norms.y))))
+    survey = {};
+    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) { survey.take(x, y, a); });
+    each_end(share, team, [&](int i) { survey.take(alone(share.x()[i]), alone(share.y()[i]), a); });
+    survey = exchanged(a, ring, team, survey);
+    if (agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total))))
         return true;
-    float x_top = -K_INFINITY, y_top = -K_INFINITY;
-    each_element<false>(share, ring, team, [&](float x, float y, int) {
-        x_top = maximum(x_top, x);
-        y_top = maximum(y_top, y);
-    });
-    const auto highest = [](float2 a, int step) { return float2 { maximum(a.x, shuffled(a.x, step)), maximum(a.y, shuffled(a.y, step)) }; };
-    float2 tops = { x_top, y_top };
-    for (int step = 16; step; step /= 2)
-        tops = highest(tops, step);
-    tops = exchanged(ring, team, TOPS, { tops.x, tops.y, 0, 0 }, float2 { -K_INFINITY, -K_INFINITY },
-                     [](float2 a, float4 b) { return float2 { maximum(a.x, b.x), maximum(a.y, b.y) }; }, highest);
+    Tops tops;
+    each_element<false>(share, ring, team, [&](float x, float y, int) { tops.merge({ x, y }, a); });
+    tops = exchanged(a, ring, team, tops);
     double x_total = 0, y_total = 0;
     each_element<false>(share, ring, team, [&](float x, float y, int) {
-        x_total += (double)k_exp((x - tops.x) * row.input_scale);
-        y_total += (double)k_exp((y - tops.y) * row.target_scale);
+        x_total += (double)k_exp((x - tops.x) * a.input_scale);
+        y_total += (double)k_exp((y - tops.y) * a.target_scale);
     });
-    const auto sum = [](double2 a, int step) { return double2 { a.x + shuffled(a.x, step), a.y + shuffled(a.y, step) }; };
-    double2 totals = { x_total, y_total };
-    for (int step = 16; step; step /= 2)
-        totals = sum(totals, step);
-    totals = exchanged(ring, team, TOTALS, { (float)totals.x, (float)totals.y, 0, 0 }, double2 { 0, 0 },
-                       [](double2 a, float4 b) { return double2 { a.x + b.x, a.y + b.y }; }, sum);
-    norms = { { tops.x, (float)totals.x }, { tops.y, (float)totals.y } };
+    const Sums totals = exchanged(a, ring, team, Sums { (float)x_total, (float)y_total, 0 });
+    survey.x_top = tops.x;
+    survey.y_top = tops.y;
+    survey.x_total = totals.term;
+    survey.y_total = totals.d_log_p;
     return false;
 }
 
-INLINE void set_row(Row &row, const Norms &norms)
+/* The error of top · binary(scale), rounded: every power in a survey's total has it. */
+INLINE double rounding_of(float top, float scale)
 {
-    row.input_top = norms.x.top;
-    row.input_log_total = logf(norms.x.total);
-    row.target_top = norms.y.top;
-    row.target_log_total = logf(norms.y.total);
-    const double shift = (double)norms.y.top * (double)row.target_scale - (double)norms.x.top * (double)row.input_scale
-        + (double)logf(norms.y.total / norms.x.total);
+    const float factor = binary(scale);
+    return (double)product(top, factor) - (double)top * (double)factor;
+}
+
+/* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
+   not. A mass of `k_` is exp((x - top)·scale) / total; one of the others has the rounding in it, as a usual total. */
+template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual)
+{
+    Row row;
+    row.input_scale = a.input_scale;
+    row.target_scale = a.target_scale;
+    row.input_top = survey.x_top;
+    row.target_top = survey.y_top;
+    const double x_rounding = usual && INPUT_IS_LOGITS ? rounding_of(survey.x_top, a.input_scale) : 0;
+    const double y_rounding = usual && TARGET_IS_LOGITS ? rounding_of(survey.y_top, a.target_scale) : 0;
+    row.input_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.x_total * power_of_2((float)x_rounding) : survey.x_total);
+    row.target_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.y_total * power_of_2((float)y_rounding) : survey.y_total);
+    row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
+    row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
+    const double shift = (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
+        + (y_rounding - x_rounding) * (double)LN2 + (double)logf(survey.y_total / survey.x_total);
     row.shift_high = (float)shift;
     row.shift_low = (float)(shift - (double)row.shift_high);
+    row.input_sum_gradient = sums.d_log_q;
+    row.target_sum_gradient = sums.d_log_p;
+    return row;
 }
 
 template <int VOCABULARY> INLINE Element element(float x, float y, const Row &row, Parameters parameters)
@@ -452,27 +484,16 @@ template <int VOCABULARY> INLINE Element element(float x, float y, const Row &ro
     return k_element(x, y, row, parameters);
 }
 
-/* The row's sums of all threads' */
-INLINE Totals gathered(const Ring &ring, Team &team, int which, Totals sums)
+template <int VOCABULARY>
+INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, Parameters parameters)
 {
-    const auto shuffle = [](Totals a, int step) {
-        return Totals { a.term + shuffled(a.term, step), a.d_log_p + shuffled(a.d_log_p, step), a.d_log_q + shuffled(a.d_log_q, step) };
-    };
-    for (int step = 16; step; step /= 2)
-        sums = shuffle(sums, step);
-    return exchanged(ring, team, which, { (float)sums.term, (float)sums.d_log_p, (float)sums.d_log_q, 0 }, Totals { 0, 0, 0 },
-                     [](Totals a, float4 b) { return Totals { a.term + b.x, a.d_log_p + b.y, a.d_log_q + b.z }; }, shuffle);
-}
-
-template <int VOCABULARY> INLINE Totals summed(const Share &share, const Ring &ring, Team &team, const Row &row, Parameters parameters)
-{
-    float term = 0, d_log_p = 0, d_log_q = 0;
+    Sums sums;
+    const Row row = row_of<VOCABULARY>(a, survey, sums, usual);
     const auto add = [&](float x, float y) {
         const Element e = element<VOCABULARY>(x, y, row, parameters);
-        if (VOCABULARY != APART) /* else Euler's: the partials' sum */
-            term += e.term;
-        d_log_p += e.d_log_p;
-        d_log_q += e.d_log_q;
+        sums.term += e.term;
+        sums.d_log_p += e.d_log_p;
+        sums.d_log_q += e.d_log_q;
     };
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
@@ -484,21 +505,24 @@ template <int VOCABULARY> INLINE Totals summed(const Share &share, const Ring &r
         });
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
-    Totals sums = gathered(ring, team, SUMS + VOCABULARY, { (double)term, (double)d_log_p, (double)d_log_q });
     if (VOCABULARY == APART)
-        sums.term = sums.d_log_p + sums.d_log_q;
-    return sums;
+        sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
+    return exchanged(a, ring, team, sums);
 }
 
 template <int VOCABULARY>
-INLINE void write_gradients(const Share &share, const Ring &ring, const Team &team, const Row &row, Parameters parameters, float upstream)
+INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
+                            bool usual, Parameters parameters, float upstream)
 {
+    const Row row = row_of<VOCABULARY>(a, survey, sums, usual);
+    const float input_upstream = INPUT_IS_LOGITS ? upstream * a.input_scale : upstream;
+    const float target_upstream = TARGET_IS_LOGITS ? upstream * a.target_scale : upstream;
     const auto one = [&](float x, float y, int i) {
-        const Element e = element<GUARDED>(x, y, row, parameters);
+        const Element e = element<VOCABULARY>(x, y, row, parameters);
         if (WANT_INPUT)
-            share.input_gradient()[i] = rounded<X>(e.input * upstream);
+            share.input_gradient()[i] = rounded<X>(e.input * input_upstream);
         if (WANT_TARGET)
-            share.target_gradient()[i] = rounded<Y>(e.target * upstream);
+            share.target_gradient()[i] = rounded<Y>(e.target * target_upstream);
     };
     if (VOCABULARY == GUARDED) {
         each_element<true>(share, ring, team, one);
@@ -510,8 +534,8 @@ INLINE void write_gradients(const Share &share, const Ring &ring, const Team &te
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
             const Element e = element<VOCABULARY>(at(x, k), at(y, k), row, parameters);
-            input.element[k] = rounded<X>(e.input * upstream);
-            target.element[k] = rounded<Y>(e.target * upstream);
+            input.element[k] = rounded<X>(e.input * input_upstream);
+            target.element[k] = rounded<Y>(e.target * target_upstream);
         }
         const int i = share.head + v * WIDTH;
         if (WANT_INPUT)
@@ -522,24 +546,24 @@ INLINE void write_gradients(const Share &share, const Ring &ring, const Team &te
     each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-INLINE bool is_number(const Totals &sums)
+INLINE bool is_number(const Sums &sums)
 {
-    return agreed(fabs(sums.term) < MOST && fabs(sums.d_log_p) < MOST && fabs(sums.d_log_q) < MOST);
+    return agreed(fabsf(sums.term) < MOST && fabsf(sums.d_log_p) < MOST && fabsf(sums.d_log_q) < MOST);
 }
 
-INLINE Share share_of(const Arguments &a, unsigned r, unsigned rank, unsigned size)
+INLINE Share share_of(const Arguments &a, unsigned r, unsigned rank)
 {
     Share share = { a, r };
     const int misaligned = (int)((unsigned long long)share.x() % sizeof(Packed<X>) / sizeof(X)), vocab = (int)a.vocab;
     share.head = misaligned ? WIDTH - misaligned : 0;
-    const bool together = share.head <= vocab && (unsigned long long)(share.y() + share.head) % VECTOR_BYTES == 0
+    /* rows that are not aligned alike have no vectors; they are not resident */
+    const bool together = RESIDENT || (share.head <= vocab && (unsigned long long)(share.y() + share.head) % VECTOR_BYTES == 0
         && (!WANT_INPUT || is_aligned(share.input_gradient() + share.head))
-        && (!WANT_TARGET || is_aligned(share.target_gradient() + share.head));
+        && (!WANT_TARGET || is_aligned(share.target_gradient() + share.head)));
     const int vectors = together ? (vocab - share.head) / WIDTH : 0;
-    const int each = (vectors + (int)size - 1) / (int)size;
     share.body = vectors * WIDTH;
-    share.first = min(vectors, each * (int)rank);
-    share.vectors = min(vectors - share.first, each);
+    share.first = min(vectors, a.share * (int)rank);
+    share.vectors = min(vectors - share.first, a.share);
     share.ends = rank == 0 ? vocab - share.body : 0;
     return share;
 }
@@ -565,85 +589,69 @@ template <typename F> INLINE void each_row(const Arguments &a, int group, F f)
     }
 }
 
-INLINE void one_row(const Arguments &a, const Share &share, const Ring &ring, Team &team, unsigned r, double weight, Parameters parameters, double *result)
+INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, double weight, Parameters parameters, double *result)
 {
-    Row row = {};
-    row.input_scale = a.input_scale;
-    row.target_scale = a.target_scale;
-    Norms norms;
-    Totals sums = {};
+    const Share share = share_of(a, r, team.rank);
+    Survey survey;
+    Sums sums;
     int vocabulary = GUARDED;
-    const auto round_masses = [&](bool as_totals) {
-        row.input_inverse_total = (as_totals ? rounding_of(norms.x, row.input_scale) : 1) / norms.x.total;
-        row.target_inverse_total = (as_totals ? rounding_of(norms.y, row.target_scale) : 1) / norms.y.total;
-    };
     const auto is_apart = [&] { return agreed(sums.term > LEAST_APART) && is_number(sums); };
-    const bool one_scale = row.input_scale == row.target_scale;
+    const bool one_scale = a.input_scale == a.target_scale;
 #if KNOWN
     const double *known = a.known_state + r;
-    norms = { { (float)(known[0] / (double)row.input_scale), (float)known[a.rows] },
-              { (float)(known[2ll * a.rows] / (double)row.target_scale), (float)known[3ll * a.rows] } };
-    sums = { known[4ll * a.rows], known[5ll * a.rows], known[6ll * a.rows] };
-    set_row(row, norms);
-    if (HAS_APART && norms.x.top > NO_TOP && norms.y.top > NO_TOP && is_number(sums))
+    survey.x_top = (float)(known[0] / (double)a.input_scale);
+    survey.x_total = (float)known[a.rows];
+    survey.y_top = (float)(known[2ll * a.rows] / (double)a.target_scale);
+    survey.y_total = (float)known[3ll * a.rows];
+    sums = { (float)known[4ll * a.rows], (float)known[5ll * a.rows], (float)known[6ll * a.rows] };
+    if (HAS_APART && survey.x_top > NO_TOP && survey.y_top > NO_TOP && is_number(sums)) {
         vocabulary = one_scale && is_apart() ? APART : CLOSE;
-    round_masses(vocabulary != GUARDED);
+        survey.x_total /= power_of_2((float)rounding_of(survey.x_top, a.input_scale));
+        survey.y_total /= power_of_2((float)rounding_of(survey.y_top, a.target_scale));
+    }
+    const bool usual = vocabulary != GUARDED;
 #else
-#if IS_SURVEYED
-    Survey survey;
-    const bool usual = normalize(share, ring, team, row, norms, survey);
-#else
-    const bool usual = normalize(share, ring, team, row, norms);
-#endif
-    set_row(row, norms);
+    const bool usual = normalize(a, share, ring, team, survey);
     if (a.state && team.lane == 0 && team.rank == 0) {
-        a.state[r] = (double)norms.x.top * (double)row.input_scale;
-        a.state[a.rows + r] = norms.x.total;
-        a.state[2ll * a.rows + r] = (double)norms.y.top * (double)row.target_scale;
-        a.state[3ll * a.rows + r] = norms.y.total;
+        a.state[r] = (double)survey.x_top * (double)a.input_scale;
+        a.state[a.rows + r] = survey.x_total * (usual ? power_of_2((float)rounding_of(survey.x_top, a.input_scale)) : 1);
+        a.state[2ll * a.rows + r] = (double)survey.y_top * (double)a.target_scale;
+        a.state[3ll * a.rows + r] = survey.y_total * (usual ? power_of_2((float)rounding_of(survey.y_top, a.target_scale)) : 1);
     }
 #if HAS_APART
     if (usual) {
-        round_masses(true);
         if (one_scale) {
 #if IS_SURVEYED
-            const Element part = rescaled(survey.total, survey.y.total, survey.x.total,
-                                          power_of_2((survey.y.top - norms.y.top) * binary(row.target_scale)) / norms.y.total,
-                                          power_of_2((survey.x.top - norms.x.top) * binary(row.input_scale)) / norms.x.total,
-                                          (survey.y.top - norms.y.top) * row.target_scale - (survey.x.top - norms.x.top) * row.input_scale
-                                              - logf(norms.y.total / norms.x.total));
-            sums = gathered(ring, team, SUMS, { (double)part.term, (double)part.d_log_p, (double)part.d_log_q });
+            const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
+            const Element whole = rescaled(survey.term, survey.y_total, survey.x_total, y_inverse, x_inverse, log2f(survey.x_total * y_inverse));
+            sums = { whole.term * LN2, whole.d_log_p * LN2, whole.d_log_q * LN2 };
 #else
-            sums = summed<APART>(share, ring, team, row, parameters);
+            sums = summed<APART>(a, share, ring, team, survey, usual, parameters);
 #endif
             if (is_apart())
                 vocabulary = APART;
         }
         if (vocabulary != APART && (!one_scale || is_number(sums))) {
-            sums = summed<CLOSE>(share, ring, team, row, parameters);
+            sums = summed<CLOSE>(a, share, ring, team, survey, usual, parameters);
             if (is_number(sums))
                 vocabulary = CLOSE;
         }
     }
 #endif
-    if (vocabulary == GUARDED) {
-        round_masses(false);
-        sums = summed<GUARDED>(share, ring, team, row, parameters);
-    }
+    if (vocabulary == GUARDED)
+        sums = summed<GUARDED>(a, share, ring, team, survey, usual, parameters);
 #endif
-    row.input_sum_gradient = (float)sums.d_log_q;
-    row.target_sum_gradient = (float)sums.d_log_p;
     const Finish done = finish(sums.term, parameters);
     if (WANT_GRADIENT) {
         const float upstream = (float)(weight * a.scale * done.slope);
         if (vocabulary == APART)
-            write_gradients<APART>(share, ring, team, row, parameters, upstream);
+            write_gradients<APART>(a, share, ring, team, survey, sums, usual, parameters, upstream);
         else if (vocabulary == CLOSE)
-            write_gradients<CLOSE>(share, ring, team, row, parameters, upstream);
+            write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, parameters, upstream);
         else
-            write_gradients<GUARDED>(share, ring, team, row, parameters, upstream);
+            write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, parameters, upstream);
     } else {
-        each_vector<false, true>(share, ring, team, [](const Packed<X> &, const Packed<Y> &, int) {});
+        release_row(share, ring, team);
     }
     if (team.lane == 0 && team.rank == 0) {
         const double loss = weight * done.loss;
@@ -680,15 +688,15 @@ extern "C" __global__ void __launch_bounds__(LANES *GROUPS + 32 * RESIDENT, MIN_
 kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, const WEIGHT *weights,
                 const double *known_state, double *state, LOSS *losses, LOSS *total, double *partial, unsigned *ticket,
                 long long rows, long long vocab, long long x_stride, long long y_stride, double scale,
-                double input_scale, double target_scale, double parameter, long long slots, long long slot_vectors)
+                double input_scale, double target_scale, double parameter, long long slots, long long slot_vectors, long long share)
 {
     const Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
                           (unsigned)rows, (unsigned)vocab, x_stride, y_stride, scale, parameter, (float)input_scale, (float)target_scale,
-                          (int)slots, (int)slot_vectors };
+                          (int)slots, (int)slot_vectors, (int)share };
     Parameters parameters;
     *(real *)&parameters = (real)a.parameter;
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
-    Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * EXCHANGES * WARPS * (int)sizeof(float4) };
+    Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * MAILBOXES * WARPS * LETTER_BYTES };
     Ring ring = {};
     __shared__ double results[GROUPS]; /* each of its group's first thread */
     if (team.lane == 0 && group < GROUPS)
@@ -698,33 +706,30 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     team.size = cluster_size();
     ring.count = a.slots;
     ring.vectors = a.slot_vectors;
-    const int letters = EXCHANGES * (int)team.size * WARPS * (int)sizeof(float4);
+    ring.pieces = (a.share + a.slot_vectors - 1) / a.slot_vectors;
+    const int letters = MAILBOXES * (int)team.size * WARPS * LETTER_BYTES;
     const int mail = a.slots * a.slot_vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>));
-    team.letters = mail + group * letters;
+    team.mail = mail + group * letters;
     ring.barriers = mail + GROUPS * letters;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < a.slots; i++) {
-            initialize(ring.full(i), 1);
-            initialize(ring.empty(i), WARPS);
-        }
-        for (int i = 0; i < GROUPS * EXCHANGES; i++)
-            initialize(ring.empty(a.slots + i), 1);
-    }
+    if (threadIdx.x == 0) /* full and arrived: the one that says what to expect; empty: each warp that has read */
+        for (int i = 0; i < 2 * a.slots + GROUPS * MAILBOXES; i++)
+            initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
     synchronize_cluster();
     if (group == GROUPS) { /* the warp that fetches */
         each_row(a, group, [&](unsigned r, double, bool is_read, unsigned) {
             if (is_read && threadIdx.x % 32 == 0) {
-                const Share share = share_of(a, r, team.rank, team.size);
+                const Share share = share_of(a, r, team.rank);
                 const X *x = share.x() + share.head + share.first * WIDTH;
                 const Y *y = share.y() + share.head + share.first * WIDTH;
-                for (int start = 0; start < share.vectors; start += ring.vectors) {
-                    const unsigned count = (unsigned)min(ring.vectors, share.vectors - start);
-                    await(ring.empty(ring.at), ring.parity ^ 1);
-                    expect(ring.full(ring.at), count * (unsigned)(sizeof(Packed<X>) + sizeof(Packed<Y>)));
-                    copy((void *)ring.x(ring.at), x + start * WIDTH, count * (unsigned)sizeof(Packed<X>), ring.full(ring.at));
-                    copy((void *)ring.y(ring.at), y + start * WIDTH, count * (unsigned)sizeof(Packed<Y>), ring.full(ring.at));
-                    ring.advance(1);
-                }
+                each_piece(share, ring, [&](const Ring &slot, int start, int count) {
+                    await(slot.empty(), slot.parity ^ 1);
+                    expect(slot.full(), (unsigned)max(count, 0) * (unsigned)(sizeof(Packed<X>) + sizeof(Packed<Y>)));
+                    if (count > 0) {
+                        copy((void *)slot.x(), x + start * WIDTH, (unsigned)count * (unsigned)sizeof(Packed<X>), slot.full());
+                        copy((void *)slot.y(), y + start * WIDTH, (unsigned)count * (unsigned)sizeof(Packed<Y>), slot.full());
+                    }
+                });
+                ring.advance(ring.pieces);
             }
             __syncwarp();
         });
@@ -735,10 +740,9 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                     clear(a, team, r);
                 return;
             }
-            const Share share = share_of(a, r, team.rank, team.size);
             if (turn % GROUPS == (unsigned)group)
-                one_row(a, share, ring, team, r, weight, parameters, results + group);
-            ring.advance((share.vectors + ring.vectors - 1) / ring.vectors);
+                one_row(a, ring, team, r, weight, parameters, results + group);
+            ring.advance(ring.pieces);
         });
     }
 #else
@@ -746,7 +750,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
         if (!is_read)
             clear(a, team, r);
         else
-            one_row(a, share_of(a, r, 0, 1), ring, team, r, weight, parameters, results + group);
+            one_row(a, ring, team, r, weight, parameters, results + group);
     });
 #endif
 #if RESIDENT
@@ -774,8 +778,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     double sum = 0;
     for (unsigned c = threadIdx.x; c < clusters; c += 32)
         sum += __ldcg(a.partial + c);
-    for (int s = 16; s; s /= 2)
-        sum += shuffled(sum, s);
+    sum = sum_of_warp(sum);
     if (threadIdx.x == 0) {
         *a.total = rounded<LOSS>((real)(sum * a.scale));
         *a.ticket = 0;

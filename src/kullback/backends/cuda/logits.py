@@ -124,6 +124,7 @@ def run(
         problem.numbers[2] if len(problem.numbers) > 2 else 0.0,
         ring.slots,
         ring.slot_vectors,
+        ring.share,
     )
 
 

@@ -82,6 +82,8 @@ class LogitsShape:
             "RESIDENT": int(self.resident),
             "LANES": self.lanes,
             "GROUPS": self.groups,
+            "MAILBOXES": MAILBOXES,
+            "LETTER_BYTES": LETTER_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
         }
@@ -95,11 +97,12 @@ class Layout:
     cluster: int = 1  # blocks that share a row
     slots: int = 0  # of the ring
     slot_vectors: int = 0  # of each tensor, in a slot
+    share: int = 0  # vectors of a row in a block, at most
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
-EXCHANGES = 6  # as logits.cuh has them
+MAILBOXES, LETTER_BYTES = 2, 32
 SLOT_BYTES = 16 << 10
 MAX_CLUSTER = 8  # the largest that every device admits
 
@@ -114,20 +117,22 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, wide: bool, known: bool, 
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
-    vectors = max(1, vocab // per_vector)
+    vectors = vocab // per_vector
     for cluster in () if short else (1, 2, 4, MAX_CLUSTER):
         # At most 16 warps with the one that fetches leave a thread 128 registers, at most 12 leave it 168.
         for lanes, groups in ((64, 5), (96, 3), (160, 2)) if wide else ((64, 6), (128, 3), (224, 2)):
             slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
-            mail = groups * EXCHANGES * (16 * cluster * lanes // 32 + 8)
+            mail = groups * MAILBOXES * (LETTER_BYTES * cluster * lanes // 32 + 8)
             slots = (SHARED - mail - 1024) // (slot_vectors * vector_bytes + 16)
-            pieces = math.ceil(math.ceil(vectors / cluster) / slot_vectors)
+            share = math.ceil(vectors / cluster)
+            pieces = math.ceil(share / slot_vectors)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if fits and safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
                 shape = LogitsShape(False, True, lanes, groups, per_vector, 1)
                 ring = slots * (slot_vectors * vector_bytes + 16)
-                return Layout(shape, cluster, slots, slot_vectors, ring + mail)
+                return Layout(shape, cluster, slots, slot_vectors, share, ring + mail)
     lanes, groups = (32, 8) if short else (256, 1)
-    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 2 if wide or not short else 3))
+    shape = LogitsShape(known, False, lanes, groups, per_vector, 2 if wide or not short else 3)
+    return Layout(shape, share=vectors)

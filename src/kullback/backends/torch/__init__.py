@@ -199,12 +199,12 @@ class Chunk:
         names = [n for n, out in zip(("input", "target"), gradients, strict=True) if out is not None]
         results, _ = self.run(*names)
         column = cotangent.to(self.x.dtype).unsqueeze(-1) if isinstance(cotangent, Tensor) else cotangent
-        for name, out in zip(("input", "target"), gradients, strict=True):
+        for name, out, slope in zip(("input", "target"), gradients, self.problem.slopes, strict=True):
             if out is not None:
                 result = results[name]
                 if self.operations is TENSOR and isinstance(column, Tensor):
                     result = torch.where(column == 0, 0, result)
-                torch.mul(result, column, out=out[rows])
+                torch.mul(result, column * slope, out=out[rows])
 
     def pack(self) -> Tensor:
         """As `State.unpack` takes it."""
@@ -277,7 +277,7 @@ def gradient_by_formula(problem: Problem, x: Tensor, y: Tensor, cotangent: Tenso
     variables["target_sum_gradient"] = sums["d_log_p"].sum(-1, keepdim=True)
     slope = problem.formula.finish.run({"total": sums["term"].sum(-1), **problem.parameters})["slope"]
     upstream = (cotangent.to(dtype) * slope).unsqueeze(-1)
-    names = [name for name, wanted in zip(("input", "target"), want, strict=True) if wanted]
+    sides = {"input": (x, problem.slopes[0]), "target": (y, problem.slopes[1])}
+    names = [name for name, wanted in zip(sides, want, strict=True) if wanted]
     results = problem.program(*names).run(variables)
-    originals = {"input": x, "target": y}
-    return tuple((results[n] * upstream).to(originals[n].dtype) for n in names)
+    return tuple((results[n] * (upstream * sides[n][1])).to(sides[n][0].dtype) for n in names)
