@@ -4,11 +4,19 @@ import pytest
 import torch
 
 import kullback
+from kullback import backends
 from kullback.backends import c
 
 
 def pytest_configure(config):
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_build():
+    """A kernel that does not build makes a slower path take over: for users, never in a test."""
+    yield
+    assert not backends._broken
 
 
 def _paths():
@@ -21,8 +29,8 @@ def _paths():
 def path(request):
     """Each path in turn, forced; `device` is where its tensors lie.
 
-    On a GPU nothing is forced, since logits take the torch path there: tests/test_pytorch.py holds that the
-    other forms do not.
+    On a GPU nothing is forced, since float64 logits take the torch path there: tests/test_pytorch.py holds that
+    nothing else does.
     """
     if request.param == "cuda":
         if not torch.cuda.is_available():

@@ -22,11 +22,15 @@ def losses_and_gradients(x, y, kind="kl", form="probs", weight=None, reduction="
 
 
 def same(x, y, like_x, like_y, **options):
+    # The CUDA kernels of logits add a row in an order that its alignment decides: a float's last bit, which may
+    # turn the rounding of a few 16-bit gradients.
+    turned = x.is_cuda and options.get("form") == "logits" and x.dtype.itemsize == 2
+    tolerance = 5e-5 if turned else 1e-6
     for reduction in ("none", "sum"):
         ours = losses_and_gradients(x, y, reduction=reduction, **options)
         theirs = losses_and_gradients(like_x, like_y, reduction=reduction, **options)
         for a, b in zip(ours, theirs, strict=True):
-            assert relative_error(a, b) <= 1e-6
+            assert relative_error(a, b) <= tolerance
 
 
 @pytest.mark.parametrize("form", oracle.FORMS)
@@ -122,7 +126,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(path, device, generator):
         for row in (0, 4, 8):
             alone = kullback.divergence(x[row : row + 1].clone(), y[row : row + 1].clone(), kind, **options)
             # The tensor path guards a whole chunk or none of it, and torch's kernels vary with the shape.
-            if path == "torch" or (path == "cuda" and form == "logits"):
+            if path == "torch":
                 torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-7)
             else:
                 assert torch.equal(alone[0], together[row])
@@ -206,3 +210,20 @@ def test_logits_near_each_other(epsilon, offset, vocab, path, device, generator)
     assert (ours >= 0).all()
     torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=0)
     assert relative_error(x.grad, a.grad) <= 1e-6
+
+
+@pytest.mark.parametrize("epsilon", [3.0, 1e-2])
+@pytest.mark.parametrize("vocab", [64, 5000])
+def test_jensen_shannon_is_symmetric_to_the_bit(vocab, epsilon, path, device, generator):
+    x = sample("logits", (7, vocab), generator, scale=3.0).to(device)
+    y = (x.cpu() + epsilon * torch.randn(7, vocab, generator=generator)).to(device)
+    for weight, compare in ((0.5, torch.equal), (0.3, torch.allclose)):
+        results = []
+        for a, b, w in ((x, y, weight), (y, x, 1 - weight)):
+            a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+            loss = kullback.divergence(a, b, "jensen_shannon", weight=w, reduction="none")
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (a, b))))
+        (one, d_x, d_y), (other, e_y, e_x) = results
+        assert compare(one, other)
+        assert compare(d_x, e_x)
+        assert compare(d_y, e_y)

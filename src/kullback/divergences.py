@@ -62,12 +62,15 @@ class Element(NamedTuple):
     finish: Callable[[Value], Finish] = identity
 
 
-class Rescaled(NamedTuple):
-    """Of part of a row: Σ term and Σ of the term's partial derivatives, as centred."""
+class Moments(NamedTuple):
+    """Sums of a row that follow from those of its parts, in whatever unit each part has its masses.
 
-    term: Value
-    d_log_p: Value
-    d_log_q: Value
+    A kind that is a function of them is summed by kernels while the row's norms are still being found.
+    """
+
+    cross_p: Value  # Σ p log(p/q)
+    cross_q: Value  # Σ q log(p/q)
+    overlap: Callable[[Value], Value]  # a -> Σ p^a q^(1-a); a kind asks for one a
 
 
 def kl(x: Pair) -> Element:
@@ -101,10 +104,14 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     relative = part_of(-x.excess, mixture)  # (p - q) / m
     p_over = at_least(other * relative, -1.0)  # p/m - 1
     q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
+    # One logarithm for both shares: of the larger, whose part of the mixture is never small.
+    is_less = x.excess > 0.0
+    larger = log_quotient(where(is_less, x.q, x.p), mixture)
+    p_share, q_share = where(is_less, larger + x.ratio, larger), where(is_less, larger, larger - x.ratio)
     return Element(
         mixture * (weight * bregman(p_over) + other * bregman(q_over)),
-        weight * mass_times(x.p, log_share(x.p, mixture, p_over)),
-        other * mass_times(x.q, log_share(x.q, mixture, q_over)),
+        weight * mass_times(x.p, near(p_over, 0.25, log1p(p_over), p_share)),
+        other * mass_times(x.q, near(q_over, 0.25, log1p(q_over), q_share)),
     )
 
 
@@ -131,7 +138,7 @@ def total_variation(x: Pair) -> Element:
 def hellinger(x: Pair) -> Element:
     """½ Σ (√p - √q)²"""
     root_p, root_q = sqrt(x.p), sqrt(x.q)
-    difference = ratio_or_zero(x.excess, root_p + root_q)  # √q - √p
+    difference = near(x.ratio, 0.5, ratio_or_zero(x.excess, root_p + root_q), root_q - root_p)
     return Element(0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference)
 
 
@@ -175,18 +182,37 @@ def renyi(x: Pair, alpha: Value = 0.5) -> Element:
     )
 
 
-def kl_rescaled(total: Value, mass_p: Value, mass_q: Value, scale_p: Value, scale_q: Value, shift: Value) -> Rescaled:
-    """Σ p log(p/q) of p·scale_p and q·scale_q, which are of normalised rows."""
-    term = scale_p * (total + mass_p * shift)
-    return Rescaled(term, term, 0.0)
+def kl_of(m: Moments) -> Element:
+    return Element(m.cross_p, m.cross_p, 0.0)
 
 
-def reverse_kl_rescaled(
-    total: Value, mass_p: Value, mass_q: Value, scale_p: Value, scale_q: Value, shift: Value
-) -> Rescaled:
-    """The same of Σ q log(q/p)."""
-    swapped = kl_rescaled(total, mass_q, mass_p, scale_q, scale_p, -shift)
-    return Rescaled(swapped.term, swapped.d_log_q, swapped.d_log_p)
+def reverse_kl_of(m: Moments) -> Element:
+    return Element(-m.cross_q, 0.0, -m.cross_q)
+
+
+def jeffreys_of(m: Moments) -> Element:
+    return Element(m.cross_p - m.cross_q, m.cross_p, -m.cross_q)
+
+
+def hellinger_of(m: Moments) -> Element:
+    shortfall = 1.0 - m.overlap(0.5)
+    return Element(shortfall, 0.5 * shortfall, 0.5 * shortfall)
+
+
+def chi2_of(m: Moments) -> Element:
+    surplus = m.overlap(2.0) - 1.0
+    return Element(surplus, 2.0 * surplus, -surplus)
+
+
+def alpha_of(m: Moments, alpha: Value = 0.5) -> Element:
+    other = 1.0 - alpha
+    shortfall = 1.0 - m.overlap(alpha)
+    return Element(shortfall / (alpha * other), shortfall / other, shortfall / alpha)
+
+
+def renyi_of(m: Moments, alpha: Value = 0.5) -> Element:
+    shortfall = 1.0 - m.overlap(alpha)
+    return Element(shortfall, alpha * shortfall, (1.0 - alpha) * shortfall)
 
 
 def overlap(x: Pair, alpha: Value) -> Value:
@@ -227,21 +253,19 @@ class Divergence(NamedTuple):
     parameters: Mapping[str, float] = MappingProxyType({})  # names and defaults
     domain: str = ""  # of the parameter, in words, and
     admits: Callable[[float], bool] = lambda value: True  # as a test
-    # Of a term linear in the log-ratio: (Σ term, Σ p, Σ q, scale_p, scale_q, log(scale_p/scale_q)) of part of a row,
-    # unnormalised -> its share of the row's sums with p·scale_p and q·scale_q, logarithms to whatever base. A kind that
-    # has it is summed while the row's norms are still being found.
-    rescaled: Callable[..., Rescaled] | None = None
+    # The sums of term, d_log_p and d_log_q over a normalised row, as centred, where they follow from its moments
+    of_moments: Callable[..., Element] | None = None
 
 
 DIVERGENCES: dict[str, Divergence] = {
-    "kl": Divergence(kl, rescaled=kl_rescaled),
-    "reverse_kl": Divergence(reverse_kl, rescaled=reverse_kl_rescaled),
-    "jeffreys": Divergence(jeffreys),
+    "kl": Divergence(kl, of_moments=kl_of),
+    "reverse_kl": Divergence(reverse_kl, of_moments=reverse_kl_of),
+    "jeffreys": Divergence(jeffreys, of_moments=jeffreys_of),
     "jensen_shannon": Divergence(jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1),
     "skew_kl": Divergence(skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1),
     "total_variation": Divergence(total_variation),
-    "hellinger": Divergence(hellinger),
-    "chi2": Divergence(chi2),
-    "alpha": Divergence(alpha, {"alpha": 0.5}, "finite, not 0 and not 1", lambda a: a not in (0, 1)),
-    "renyi": Divergence(renyi, {"alpha": 0.5}, "positive and not 1", lambda a: a > 0 and a != 1),
+    "hellinger": Divergence(hellinger, of_moments=hellinger_of),
+    "chi2": Divergence(chi2, of_moments=chi2_of),
+    "alpha": Divergence(alpha, {"alpha": 0.5}, "finite, not 0 and not 1", lambda a: a not in (0, 1), alpha_of),
+    "renyi": Divergence(renyi, {"alpha": 0.5}, "positive and not 1", lambda a: a > 0 and a != 1, renyi_of),
 }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kullback.divergences import Pair
 from kullback.formula import (
     Value,
+    absolute,
     exp,
     expm1,
     log,
@@ -21,6 +22,7 @@ from kullback.formula import (
     logit_mass,
     near,
     ratio_or_zero,
+    where,
 )
 
 
@@ -88,7 +90,9 @@ def pair(form: str, target_form: str, x: Value, y: Value, norm: Norm, target_nor
         ratio = logit_difference(y, target_norm.scale, x, norm.scale, shift.high, shift.low)
     else:
         ratio = log_difference(FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm))
-    # -p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf.
-    excess = near(ratio, 0.5, p * expm1(-ratio), q - p)
+    # p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf. Of the larger, so that
+    # exchanging them changes the sign and not a bit.
+    less = expm1(-absolute(ratio))
+    excess = near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
     centred = FORMS[form].normalised and FORMS[target_form].normalised
     return Pair(p, q, ratio, excess, centred)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kullback.divergences import DIVERGENCES, Pair
+from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS
-from kullback.formula import Program, variable
+from kullback.formula import Program, Value, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -25,7 +25,7 @@ def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
     program = problem.program(*ELEMENT)
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
     if "apart_" in prefixes:
-        elements += _print_rescaling(problem.kind)
+        elements += _print_moments(problem.kind, names)
     finish, finished = print_steps(formula.finish, "double", names, "")
     return f"""\
 #define NEEDS_NORMS {int(problem.needs_norms)}
@@ -65,26 +65,34 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 """
 
 
-def _print_rescaling(kind: str) -> str:
-    """`mass_term`, a term of unnormalised masses, and `rescaled` (divergences.py), where the kind has them."""
+def _print_moments(kind: str, names: dict[str, str]) -> str:
+    """`of_moments` (divergences.py) and the exponent of its overlap; macros say which moments it wants."""
     divergence = DIVERGENCES[kind]
-    if divergence.rescaled is None:
-        return "#define HAS_RESCALED 0\n"
-    p, q, ratio = (variable(name) for name in ("p", "q", "ratio"))
-    term = divergence.element(Pair(p, q, ratio, q - p, centred=False)).term
-    arguments = ("total", "mass_p", "mass_q", "scale_p", "scale_q", "shift")
-    sums = divergence.rescaled(*map(variable, arguments))
-    term_body, term_results = print_steps(Program({"term": term}), "real", {}, "apart_")
-    body, results = print_steps(Program(sums._asdict()), "real", {}, "apart_")
+    if divergence.of_moments is None:
+        return "#define HAS_MOMENTS 0\n"
+    exponents: list[Value] = []
+
+    def overlap(exponent: Value) -> Value:
+        exponents.append(exponent)
+        return variable("overlap")
+
+    moments = Moments(variable("cross_p"), variable("cross_q"), overlap)
+    parameters = {name: variable(name) for name in divergence.parameters}
+    term, d_log_p, d_log_q, _ = divergence.of_moments(moments, **parameters)
+    sums = Program({"term": term, "d_log_p": d_log_p, "d_log_q": d_log_q})
+    body, results = print_steps(sums, "real", names, "apart_")
+    wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
+    _, exponent = print_steps(Program({"exponent": exponents[0] if exponents else 0.0}), "real", names, "")
+    has = "".join(f"#define HAS_{name.upper()} {int(name in wanted)}\n" for name in ("cross_p", "cross_q", "overlap"))
     return f"""\
-#define HAS_RESCALED 1
-INLINE real mass_term(real p, real q, real ratio)
+#define HAS_MOMENTS 1
+{has}INLINE real overlap_exponent(Parameters parameters)
 {{
-{term_body}    return {term_results["term"]};
+    return {exponent["exponent"]};
 }}
-INLINE Element rescaled({", ".join(f"real {name}" for name in arguments)})
+INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters parameters)
 {{
-{body}    Element result = {{ {", ".join(results.values())}, 0, 0 }};
+{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]}, 0, 0 }};
     return result;
 }}
 """

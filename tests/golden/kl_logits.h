@@ -13,21 +13,23 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v2 = k_gap(v0);
     const real v3 = v1 * v2;
     const real v4 = k_mass_times(v1, v0);
-    const real v5 = -v0;
-    const real v6 = k_expm1(v5);
-    const real v7 = v1 * v6;
-    const real v8 = k_logit_mass(x, row.input_top, row.input_scale, row.input_inverse_total);
-    const real v9 = v8 - v1;
-    const real v10 = k_near(v0, (real)0.5, v7, v9);
-    const real v11 = v4 + v10;
-    const real v12 = k_near(v0, (real)0.5, v3, v11);
-    const real v13 = v8 * row.input_sum_gradient;
-    const real v14 = v10 - v13;
-    const real v15 = v14 * row.input_scale;
-    const real v16 = v1 * row.target_sum_gradient;
-    const real v17 = v4 - v16;
-    const real v18 = v17 * row.target_scale;
-    Element result = { v12, v4, v10, v15, v18 };
+    const real v6 = k_logit_mass(x, row.input_top, row.input_scale, row.input_inverse_total);
+    const real v7 = k_abs(v0);
+    const real v8 = -v7;
+    const real v9 = k_expm1(v8);
+    const real v10 = v6 * v9;
+    const real v11 = -v10;
+    const real v12 = v1 * v9;
+    const real v13 = (v0 < (real)0.0) ? v11 : v12;
+    const real v14 = v6 - v1;
+    const real v15 = k_near(v0, (real)0.5, v13, v14);
+    const real v16 = v4 + v15;
+    const real v17 = k_near(v0, (real)0.5, v3, v16);
+    const real v18 = v6 * row.input_sum_gradient;
+    const real v19 = v15 - v18;
+    const real v20 = v1 * row.target_sum_gradient;
+    const real v21 = v4 - v20;
+    Element result = { v17, v4, v15, v19, v21 };
     return result;
 }
 

@@ -15,9 +15,6 @@ from kullback.rows import Problem
 
 PATHS = {"cuda": cuda, "c": c, "torch": torch_path}  # the first that can, does
 
-# Until their last layouts have passed the GPU suite.
-LOGITS_ON_CUDA = "its kernels for logits are new and run when asked for: kullback.backend('cuda')"
-
 # Of the process, not of a context: backward runs on threads of autograd's own.
 _forced: str | None = None
 _broken: dict[str, str] = {}  # paths that failed to build a kernel in this process, and how
@@ -90,8 +87,6 @@ def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> 
     refused: dict[str, str] = {}
     for name in PATHS if forced is None else (forced,):
         reason = _broken.get(name) or PATHS[name].why_not(problem, x, y)
-        if reason is None and name == "cuda" and forced is None and problem.needs_norms:
-            reason = LOGITS_ON_CUDA
         if reason is None:
             try:
                 result = getattr(PATHS[name], verb)(problem, x, y, *arguments)

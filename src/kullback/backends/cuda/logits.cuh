@@ -18,7 +18,10 @@
 enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
-#define IS_SURVEYED (HAS_APART && HAS_RESCALED)
+/* Whether the row's sums follow from what is found while it is normalised */
+#define IS_SURVEYED (HAS_APART && HAS_MOMENTS)
+#define IS_CROSSED (IS_SURVEYED && (HAS_CROSS_P || HAS_CROSS_Q))
+#define IS_OVERLAPPED (IS_SURVEYED && HAS_OVERLAP)
 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it. A sum above the second was no number. */
@@ -83,8 +86,9 @@ struct Arguments {
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */
     long long x_stride, y_stride;
-    double scale, parameter;
+    double scale;
     float input_scale, target_scale; /* 1 / temperature */
+    float exponent;                  /* of the overlap that a survey sums */
     int slots, slot_vectors, share; /* of the ring; vectors of a slot, of a block's share of a row */
 };
 
@@ -92,9 +96,7 @@ struct Arguments {
    factor is binary(scale) and the second product is rounded. */
 struct alignas(16) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
-#if IS_SURVEYED
-    float term = 0; /* Σ of the masses' terms, log-ratios as powers of 2 */
-#endif
+    float cross_p = 0, cross_q = 0, overlap = 0; /* as divergences.py has them; logarithms are to base 2 */
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -103,8 +105,14 @@ struct alignas(16) Survey {
         const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
         const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
         const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
-#if IS_SURVEYED
-        term = rounded_once(rescaled(term, y_total, x_total, y_rescale, x_rescale, y_less - x_less).term);
+#if IS_CROSSED
+        if (HAS_CROSS_P)
+            cross_p = rounded_once(y_rescale * (cross_p + y_total * (y_less - x_less)));
+        if (HAS_CROSS_Q)
+            cross_q = rounded_once(x_rescale * (cross_q + x_total * (y_less - x_less)));
+#endif
+#if IS_OVERLAPPED
+        overlap = overlap == 0 ? 0 : product(overlap, power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less));
 #endif
         if (INPUT_IS_LOGITS)
             x_total = product(x_total, x_rescale);
@@ -118,10 +126,10 @@ struct alignas(16) Survey {
     INLINE void take(const Packed<X> &xs, const Packed<Y> &ys, const Arguments &a)
     {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
-        float x_part, y_part, part;
+        float x_part, y_part, cross_p_part, cross_q_part, overlap_part;
         const auto measure = [&] {
             const float x_low = product(x_top, x_factor), y_low = product(y_top, y_factor);
-            x_part = y_part = part = 0;
+            x_part = y_part = cross_p_part = cross_q_part = overlap_part = 0;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
                 const float x_power = fmaf(at(xs, k), x_factor, -x_low), y_power = fmaf(at(ys, k), y_factor, -y_low);
@@ -130,8 +138,15 @@ struct alignas(16) Survey {
                     x_part += q;
                 if (TARGET_IS_LOGITS)
                     y_part += p;
-#if IS_SURVEYED
-                part += mass_term(p, q, bounded(y_power - x_power));
+#if IS_CROSSED
+                const float ratio = bounded(y_power - x_power);
+                if (HAS_CROSS_P)
+                    cross_p_part += p * ratio;
+                if (HAS_CROSS_Q)
+                    cross_q_part += q * ratio;
+#endif
+#if IS_OVERLAPPED
+                overlap_part += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
 #endif
             }
         };
@@ -148,9 +163,9 @@ struct alignas(16) Survey {
         }
         x_total += x_part;
         y_total += y_part;
-#if IS_SURVEYED
-        term += part;
-#endif
+        cross_p += cross_p_part;
+        cross_q += cross_q_part;
+        overlap += overlap_part;
     }
 
     INLINE void merge(Survey other, const Arguments &a)
@@ -160,9 +175,9 @@ struct alignas(16) Survey {
         other.raise(x_higher, y_higher, a);
         x_total += other.x_total;
         y_total += other.y_total;
-#if IS_SURVEYED
-        term += other.term;
-#endif
+        cross_p += other.cross_p;
+        cross_q += other.cross_q;
+        overlap += other.overlap;
     }
 
     INLINE void merge_warp(const Arguments &a)
@@ -171,9 +186,12 @@ struct alignas(16) Survey {
         raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
-#if IS_SURVEYED
-        term = sum_of_warp(term);
-#endif
+        if (IS_CROSSED && HAS_CROSS_P)
+            cross_p = sum_of_warp(cross_p);
+        if (IS_CROSSED && HAS_CROSS_Q)
+            cross_q = sum_of_warp(cross_q);
+        if (IS_OVERLAPPED)
+            overlap = sum_of_warp(overlap);
     }
 };
 
@@ -449,6 +467,9 @@ INLINE double rounding_of(float top, float scale)
     return (double)product(top, factor) - (double)top * (double)factor;
 }
 
+/* log(y / x); exchanging them changes the sign and not a bit */
+INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
+
 /* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
    not. A mass of `k_` is exp((x - top)·scale) / total; one of the others has the rounding in it, as a usual total. */
 template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual)
@@ -465,7 +486,7 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
     row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
     const double shift = (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
-        + (y_rounding - x_rounding) * (double)LN2 + (double)logf(survey.y_total / survey.x_total);
+        + (y_rounding - x_rounding) * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total);
     row.shift_high = (float)shift;
     row.shift_low = (float)(shift - (double)row.shift_high);
     row.input_sum_gradient = sums.d_log_q;
@@ -498,7 +519,7 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
     } else {
-        each_vector<false, false, VOCABULARY == APART ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
+        each_vector<false, false, VOCABULARY == APART && IS_SURVEYED ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
                 add(at(x, k), at(y, k));
@@ -528,7 +549,7 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         each_element<true>(share, ring, team, one);
         return;
     }
-    each_vector<false, true, VOCABULARY == APART ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
+    each_vector<false, true, VOCABULARY == APART && IS_SURVEYED ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
         Packed<X> input;
         Packed<Y> target;
 #pragma unroll
@@ -595,7 +616,10 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     Survey survey;
     Sums sums;
     int vocabulary = GUARDED;
-    const auto is_apart = [&] { return agreed(sums.term > LEAST_APART) && is_number(sums); };
+    const auto is_apart = [&] { /* what is left of 1 - overlap is in both partial derivatives */
+        const float least = IS_OVERLAPPED ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
+        return agreed(least > LEAST_APART) && is_number(sums);
+    };
     const bool one_scale = a.input_scale == a.target_scale;
 #if KNOWN
     const double *known = a.known_state + r;
@@ -606,32 +630,38 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     sums = { (float)known[4ll * a.rows], (float)known[5ll * a.rows], (float)known[6ll * a.rows] };
     if (HAS_APART && survey.x_top > NO_TOP && survey.y_top > NO_TOP && is_number(sums)) {
         vocabulary = one_scale && is_apart() ? APART : CLOSE;
-        survey.x_total /= power_of_2((float)rounding_of(survey.x_top, a.input_scale));
-        survey.y_total /= power_of_2((float)rounding_of(survey.y_top, a.target_scale));
+        /* to the bit what the sums were found with */
+        survey.x_total = (float)(known[a.rows] / exp2(rounding_of(survey.x_top, a.input_scale)));
+        survey.y_total = (float)(known[3ll * a.rows] / exp2(rounding_of(survey.y_top, a.target_scale)));
     }
     const bool usual = vocabulary != GUARDED;
 #else
     const bool usual = normalize(a, share, ring, team, survey);
     if (a.state && team.lane == 0 && team.rank == 0) {
         a.state[r] = (double)survey.x_top * (double)a.input_scale;
-        a.state[a.rows + r] = survey.x_total * (usual ? power_of_2((float)rounding_of(survey.x_top, a.input_scale)) : 1);
+        a.state[a.rows + r] = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
         a.state[2ll * a.rows + r] = (double)survey.y_top * (double)a.target_scale;
-        a.state[3ll * a.rows + r] = survey.y_total * (usual ? power_of_2((float)rounding_of(survey.y_top, a.target_scale)) : 1);
+        a.state[3ll * a.rows + r] = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
     }
 #if HAS_APART
     if (usual) {
-        if (one_scale) {
 #if IS_SURVEYED
-            const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
-            const Element whole = rescaled(survey.term, survey.y_total, survey.x_total, y_inverse, x_inverse, log2f(survey.x_total * y_inverse));
-            sums = { whole.term * LN2, whole.d_log_p * LN2, whole.d_log_q * LN2 };
+        const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
+        const float x_less = log2f(x_inverse), y_less = log2f(y_inverse), shift = log2f(survey.x_total * y_inverse);
+        const Element whole = of_moments(y_inverse * (survey.cross_p + survey.y_total * shift) * LN2,
+                                         x_inverse * (survey.cross_q + survey.x_total * shift) * LN2,
+                                         survey.overlap * power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less), parameters);
+        sums = { whole.term, whole.d_log_p, whole.d_log_q };
+        if (is_apart())
+            vocabulary = one_scale ? APART : CLOSE;
 #else
+        if (one_scale) {
             sums = summed<APART>(a, share, ring, team, survey, usual, parameters);
-#endif
             if (is_apart())
                 vocabulary = APART;
         }
-        if (vocabulary != APART && (!one_scale || is_number(sums))) {
+#endif
+        if (vocabulary == GUARDED && is_number(sums)) {
             sums = summed<CLOSE>(a, share, ring, team, survey, usual, parameters);
             if (is_number(sums))
                 vocabulary = CLOSE;
@@ -690,11 +720,14 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                 long long rows, long long vocab, long long x_stride, long long y_stride, double scale,
                 double input_scale, double target_scale, double parameter, long long slots, long long slot_vectors, long long share)
 {
-    const Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
-                          (unsigned)rows, (unsigned)vocab, x_stride, y_stride, scale, parameter, (float)input_scale, (float)target_scale,
-                          (int)slots, (int)slot_vectors, (int)share };
     Parameters parameters;
-    *(real *)&parameters = (real)a.parameter;
+    *(real *)&parameters = (real)parameter;
+    Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
+                          (unsigned)rows, (unsigned)vocab, x_stride, y_stride, scale, (float)input_scale, (float)target_scale, 0,
+                          (int)slots, (int)slot_vectors, (int)share };
+#if IS_SURVEYED
+    a.exponent = overlap_exponent(parameters);
+#endif
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
     Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * MAILBOXES * WARPS * LETTER_BYTES };
     Ring ring = {};

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import TYPES, Launcher, text, workspace
-from kullback.divergences import DIVERGENCES
 from kullback.printer import print_functor
 from kullback.rows import Problem, Wanted
 
@@ -91,10 +90,9 @@ def run(
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
     fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
-    both = gradients[0] is not None and gradients[1] is not None
     launcher, ring = _launcher(
         index,
-        layout(problem.kind, vocab, x.dtype, y.dtype, both, known_state is not None, fits),
+        plan.logits(vocab, x.dtype, y.dtype, known_state is not None, fits),
         problem.kind,
         problem.form,
         problem.target_form,
@@ -126,11 +124,6 @@ def run(
         ring.slot_vectors,
         ring.share,
     )
-
-
-def layout(kind: str, vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, fits: bool) -> plan.Layout:
-    """How rows are laid over blocks. A kind that is not surveyed has more to hold, and so have two gradients."""
-    return plan.logits(vocab, x, y, both or DIVERGENCES[kind].rescaled is None, known, fits)
 
 
 @functools.cache

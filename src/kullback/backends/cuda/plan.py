@@ -102,37 +102,42 @@ class Layout:
 
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
+STATIC_BYTES = 1024  # of these, at most, for what a kernel declares
+BARRIER_BYTES = 8
 MAILBOXES, LETTER_BYTES = 2, 32
 SLOT_BYTES = 16 << 10
 MAX_CLUSTER = 8  # the largest that every device admits
 
 
+# Threads that share a row and rows that a block has in hand, where a short share is to be had for many rows, and where
+# a row takes all the ring. With the two warps that fetch, 16 warps leave a thread 128 registers, 17 leave it 96.
+TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2))
+
+
 @functools.cache
-def logits(vocab: int, x: torch.dtype, y: torch.dtype, wide: bool, known: bool, fits: bool) -> Layout:
+def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool) -> Layout:
     """The layout for rows of so many logits.
 
-    `wide`: whether a thread wants more than 128 registers; `known`: whether only gradients are wanted, of rows
-    whose states are known; `fits`: whether the device and the tensors admit rows on chip.
+    `known`: whether only gradients are wanted, of rows whose states are known; `fits`: whether the device and the
+    tensors admit rows on chip.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
-    for cluster in () if short else (1, 2, 4, MAX_CLUSTER):
-        # At most 16 warps with the one that fetches leave a thread 128 registers, at most 12 leave it 168.
-        for lanes, groups in ((64, 5), (96, 3), (160, 2)) if wide else ((64, 6), (128, 3), (224, 2)):
+    for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
+        share = math.ceil(vectors / cluster)
+        for lanes, groups in TEAMS:
             slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
-            mail = groups * MAILBOXES * (LETTER_BYTES * cluster * lanes // 32 + 8)
-            slots = (SHARED - mail - 1024) // (slot_vectors * vector_bytes + 16)
-            share = math.ceil(vectors / cluster)
+            slot_bytes = slot_vectors * vector_bytes + 2 * BARRIER_BYTES
+            mail = groups * MAILBOXES * (LETTER_BYTES * cluster * lanes // 32 + BARRIER_BYTES)
+            slots = (SHARED - mail - STATIC_BYTES) // slot_bytes
             pieces = math.ceil(share / slot_vectors)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
-            if fits and safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
+            if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
                 shape = LogitsShape(False, True, lanes, groups, per_vector, 1)
-                ring = slots * (slot_vectors * vector_bytes + 16)
-                return Layout(shape, cluster, slots, slot_vectors, share, ring + mail)
+                return Layout(shape, cluster, slots, slot_vectors, share, slots * slot_bytes + mail)
     lanes, groups = (32, 8) if short else (256, 1)
-    shape = LogitsShape(known, False, lanes, groups, per_vector, 2 if wide or not short else 3)
-    return Layout(shape, share=vectors)
+    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 2), share=vectors)
