@@ -8,7 +8,7 @@ from kullback.formula import Program, Value, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
-ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target")
+ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess")
 
 
 def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
@@ -92,7 +92,7 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
 }}
 INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters parameters)
 {{
-{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]}, 0, 0 }};
+{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]}, 0, 0, 0 }};
     return result;
 }}
 """

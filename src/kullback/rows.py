@@ -72,7 +72,7 @@ class Problem:
 class Formula(NamedTuple):
     """What a row element and a row sum become, over named variables."""
 
-    element: dict[str, Value]  # term, d_log_p, d_log_q; pulled back to the elements: input, target
+    element: dict[str, Value]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; q - p: excess
     finish: Program  # of total: loss, slope
     finish_is_linear: bool  # slope 1: a gradient can be written before the row's sum is known
     finish_is_identity: bool
@@ -101,6 +101,7 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "d_log_q": element.d_log_q,
             "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, norm),
             "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
+            "excess": masses.excess,
         },
         Program(finish._asdict()),
         finish.slope == 1.0,

@@ -19,13 +19,20 @@ enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
 /* Whether the row's sums follow from what is found while it is normalised */
-#define IS_SURVEYED (HAS_APART && HAS_MOMENTS)
-#define IS_CROSSED (IS_SURVEYED && (HAS_CROSS_P || HAS_CROSS_Q))
-#define IS_OVERLAPPED (IS_SURVEYED && HAS_OVERLAP)
+#if HAS_APART && HAS_MOMENTS
+#define IS_SURVEYED 1
+#else
+#define IS_SURVEYED 0
+#define HAS_CROSS_P 0
+#define HAS_CROSS_Q 0
+#define HAS_OVERLAP 0
+#endif
+#define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
-   by, would be more than 3e-6 of it. A sum above the second was no number. */
-#define LEAST_APART 0.02f
+   by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
+   number. */
+#define LEAST_APART (HAS_OVERLAP ? 0.1f : 0.02f)
 #define MOST 1e15f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
@@ -111,7 +118,7 @@ struct alignas(16) Survey {
         if (HAS_CROSS_Q)
             cross_q = rounded_once(x_rescale * (cross_q + x_total * (y_less - x_less)));
 #endif
-#if IS_OVERLAPPED
+#if HAS_OVERLAP
         overlap = overlap == 0 ? 0 : product(overlap, power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less));
 #endif
         if (INPUT_IS_LOGITS)
@@ -145,7 +152,7 @@ struct alignas(16) Survey {
                 if (HAS_CROSS_Q)
                     cross_q_part += q * ratio;
 #endif
-#if IS_OVERLAPPED
+#if HAS_OVERLAP
                 overlap_part += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
 #endif
             }
@@ -186,11 +193,11 @@ struct alignas(16) Survey {
         raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
-        if (IS_CROSSED && HAS_CROSS_P)
+        if (HAS_CROSS_P)
             cross_p = sum_of_warp(cross_p);
-        if (IS_CROSSED && HAS_CROSS_Q)
+        if (HAS_CROSS_Q)
             cross_q = sum_of_warp(cross_q);
-        if (IS_OVERLAPPED)
+        if (HAS_OVERLAP)
             overlap = sum_of_warp(overlap);
     }
 };
@@ -214,18 +221,21 @@ struct alignas(16) Tops {
 /* Σ of terms and of their partial derivatives; or of other things */
 struct alignas(16) Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
+    float excess = 0; /* of q's mass over p's: the error of the shift between their norms, to first order */
 
     INLINE void merge(Sums other, const Arguments &)
     {
         term += other.term;
         d_log_p += other.d_log_p;
         d_log_q += other.d_log_q;
+        excess += other.excess;
     }
     INLINE void merge_warp(const Arguments &)
     {
         term = (float)sum_of_warp((double)term);
         d_log_p = (float)sum_of_warp((double)d_log_p);
         d_log_q = (float)sum_of_warp((double)d_log_q);
+        excess = (float)sum_of_warp((double)excess);
     }
 };
 
@@ -452,7 +462,7 @@ INLINE bool normalize(const Arguments &a, const Share &share, const Ring &ring, 
         x_total += (double)k_exp((x - tops.x) * a.input_scale);
         y_total += (double)k_exp((y - tops.y) * a.target_scale);
     });
-    const Sums totals = exchanged(a, ring, team, Sums { (float)x_total, (float)y_total, 0 });
+    const Sums totals = exchanged(a, ring, team, Sums { (float)x_total, (float)y_total });
     survey.x_top = tops.x;
     survey.y_top = tops.y;
     survey.x_total = totals.term;
@@ -470,9 +480,17 @@ INLINE double rounding_of(float top, float scale)
 /* log(y / x); exchanging them changes the sign and not a bit */
 INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
 
+/* log-normaliser of y less that of x, as floats found it */
+INLINE double shift_of(const Arguments &a, const Survey &survey, bool usual)
+{
+    const double rounding = usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
+    return (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
+        + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total);
+}
+
 /* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
    not. A mass of `k_` is exp((x - top)·scale) / total; one of the others has the rounding in it, as a usual total. */
-template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual)
+template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual, double correction)
 {
     Row row;
     row.input_scale = a.input_scale;
@@ -485,8 +503,7 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     row.target_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.y_total * power_of_2((float)y_rounding) : survey.y_total);
     row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
     row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
-    const double shift = (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
-        + (y_rounding - x_rounding) * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total);
+    const double shift = shift_of(a, survey, usual) + correction;
     row.shift_high = (float)shift;
     row.shift_low = (float)(shift - (double)row.shift_high);
     row.input_sum_gradient = sums.d_log_q;
@@ -506,15 +523,18 @@ template <int VOCABULARY> INLINE Element element(float x, float y, const Row &ro
 }
 
 template <int VOCABULARY>
-INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, Parameters parameters)
+INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, double correction,
+                   Parameters parameters)
 {
     Sums sums;
-    const Row row = row_of<VOCABULARY>(a, survey, sums, usual);
+    const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const auto add = [&](float x, float y) {
         const Element e = element<VOCABULARY>(x, y, row, parameters);
         sums.term += e.term;
         sums.d_log_p += e.d_log_p;
         sums.d_log_q += e.d_log_q;
+        if (VOCABULARY == CLOSE)
+            sums.excess += e.excess;
     };
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
@@ -533,9 +553,9 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
 
 template <int VOCABULARY>
 INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                            bool usual, Parameters parameters, float upstream)
+                            bool usual, double correction, Parameters parameters, float upstream)
 {
-    const Row row = row_of<VOCABULARY>(a, survey, sums, usual);
+    const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const float input_upstream = INPUT_IS_LOGITS ? upstream * a.input_scale : upstream;
     const float target_upstream = TARGET_IS_LOGITS ? upstream * a.target_scale : upstream;
     const auto one = [&](float x, float y, int i) {
@@ -616,8 +636,9 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     Survey survey;
     Sums sums;
     int vocabulary = GUARDED;
+    double correction = 0; /* of the shift between the norms */
     const auto is_apart = [&] { /* what is left of 1 - overlap is in both partial derivatives */
-        const float least = IS_OVERLAPPED ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
+        const float least = HAS_OVERLAP ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
         return agreed(least > LEAST_APART) && is_number(sums);
     };
     const bool one_scale = a.input_scale == a.target_scale;
@@ -635,14 +656,11 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
         survey.y_total = (float)(known[3ll * a.rows] / exp2(rounding_of(survey.y_top, a.target_scale)));
     }
     const bool usual = vocabulary != GUARDED;
+    if (vocabulary == CLOSE)
+        correction = (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
+            + log(known[3ll * a.rows] / known[a.rows]) - shift_of(a, survey, usual);
 #else
     const bool usual = normalize(a, share, ring, team, survey);
-    if (a.state && team.lane == 0 && team.rank == 0) {
-        a.state[r] = (double)survey.x_top * (double)a.input_scale;
-        a.state[a.rows + r] = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
-        a.state[2ll * a.rows + r] = (double)survey.y_top * (double)a.target_scale;
-        a.state[3ll * a.rows + r] = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
-    }
 #if HAS_APART
     if (usual) {
 #if IS_SURVEYED
@@ -656,30 +674,49 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
             vocabulary = one_scale ? APART : CLOSE;
 #else
         if (one_scale) {
-            sums = summed<APART>(a, share, ring, team, survey, usual, parameters);
+            sums = summed<APART>(a, share, ring, team, survey, usual, correction, parameters);
             if (is_apart())
                 vocabulary = APART;
         }
 #endif
         if (vocabulary == GUARDED && is_number(sums)) {
-            sums = summed<CLOSE>(a, share, ring, team, survey, usual, parameters);
+            /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it;
+               total_variation has it as it is. */
+#pragma unroll 1
+            for (bool again = true; again;) {
+                sums = summed<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
+                again = correction == 0 && agreed(fabsf(sums.excess * sums.d_log_q) > 1e-6f * fabsf(sums.term)) && is_number(sums);
+                if (again)
+                    correction = -log1p((double)sums.excess);
+            }
             if (is_number(sums))
                 vocabulary = CLOSE;
         }
     }
 #endif
     if (vocabulary == GUARDED)
-        sums = summed<GUARDED>(a, share, ring, team, survey, usual, parameters);
+        sums = summed<GUARDED>(a, share, ring, team, survey, usual, correction, parameters);
+    if (!WANT_GRADIENT && a.state && team.lane == 0 && team.rank == 0) { /* now, so that nothing of it is kept any longer */
+        a.state[r] = (double)survey.x_top * (double)a.input_scale;
+        a.state[a.rows + r] = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
+        a.state[2ll * a.rows + r] = (double)survey.y_top * (double)a.target_scale;
+        a.state[3ll * a.rows + r] = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
+        if (vocabulary == CLOSE) /* so that its quotient with x's is the shift that was used */
+            a.state[3ll * a.rows + r] = a.state[a.rows + r] * exp(shift_of(a, survey, usual) + correction - (a.state[2ll * a.rows + r] - a.state[r]));
+        a.state[4ll * a.rows + r] = sums.term;
+        a.state[5ll * a.rows + r] = sums.d_log_p;
+        a.state[6ll * a.rows + r] = sums.d_log_q;
+    }
 #endif
     const Finish done = finish(sums.term, parameters);
     if (WANT_GRADIENT) {
         const float upstream = (float)(weight * a.scale * done.slope);
         if (vocabulary == APART)
-            write_gradients<APART>(a, share, ring, team, survey, sums, usual, parameters, upstream);
+            write_gradients<APART>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
         else if (vocabulary == CLOSE)
-            write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, parameters, upstream);
+            write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
         else
-            write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, parameters, upstream);
+            write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
     } else {
         release_row(share, ring, team);
     }
@@ -688,11 +725,6 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
         *result += loss;
         if (a.losses)
             a.losses[r] = rounded<LOSS>((real)loss);
-        if (a.state) {
-            a.state[4ll * a.rows + r] = sums.term;
-            a.state[5ll * a.rows + r] = sums.d_log_p;
-            a.state[6ll * a.rows + r] = sums.d_log_q;
-        }
     }
 }
 
