@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kullback
 from kullback.divergences import DIVERGENCES
+from kullback.rows import NUMBERS
 from tests import oracle
 from tests.conftest import relative_error, sample
 
@@ -58,7 +59,7 @@ def test_gradients_of_weight_and_normalizer(path, device, generator):
 @pytest.mark.parametrize("form", ["probs", "logits"])
 def test_opcheck(form, path, device, generator):
     x, y = (t.detach().float() for t in pair(form, (3, 5), generator, device))
-    spelling, numbers = f"kl {form} {form}", [1.0, 1.0]
+    spelling, numbers = f"kl {form} {form}", [*NUMBERS]
     weight = torch.rand(3, device=device, dtype=torch.float64)
     ops = torch.ops.kullback
     _, state = ops.per_row(x, y, None, spelling, numbers, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -94,9 +95,15 @@ def divergence(
     target_form: str | None = None,
     temperature: float = 1.0,
     target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
+    inplace: bool = False,
     **params: float,
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
@@ -121,18 +128,27 @@ def divergence(
 
     Args:
         input: the model's (student's) logits, log_probs or probs, `[..., vocab]`, floating point.
-        target: the reference's (teacher's), of the same shape; dtypes may differ.
+        target: the reference's (teacher's), of the same shape (but see `valid_vocab`); dtypes may differ.
         kind: a name of the table.
         form: "logits", "log_probs" or "probs": what `input` holds.
         target_form: the same of `target`; by default that of `input`.
         temperature: divides the input's logits; positive. No factor T² is applied: multiply the loss by
             T**2 to keep gradients' size, as Hinton et al. do.
         target_temperature: the same of the target; by default that of the input.
+        logit_scale: multiplies the input's logits, before the softcap; positive (Cohere, Granite).
+        target_logit_scale: the same of the target; by default that of the input.
+        softcap: a logit x of the input counts as softcap · tanh(x / softcap), before the temperature (Gemma 2);
+            positive, or None. A logit of -inf counts as -softcap, as it does there.
+        target_softcap: the same of the target, on its own: by default it has none.
+        valid_vocab: how many elements of a row count, where vocabularies are padded or one is longer; gradients of
+            the others are 0. Nothing is copied for it.
         row_weight: float or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
             cannot reach the value or a gradient, and the weight's own gradient there is 0.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
+        inplace: let the input's gradient take the place of its values, where one is wanted: a tensor less. For logits
+            that nothing else needs; whatever saved them for its own backward raises there.
         **params: the kind's parameter.
 
     Returns:
@@ -142,7 +158,9 @@ def divergence(
     Raises:
         TypeError: an argument of the wrong type or dtype (integer, bool, complex).
         ValueError: shapes or devices that differ; an unknown kind, form, reduction or parameter; a
-            temperature, normalizer or parameter out of its range.
+            temperature, scale, softcap, valid_vocab, normalizer or parameter out of its range; `inplace` with
+            reduction "none", of float16 (whose gradient has to wait for a loss scaler's factor), of a leaf, or of
+            memory that the target or another element shares.
 
     Sources: docs/mathematics.md.
 
@@ -159,20 +177,36 @@ def divergence(
     _check_name("form", form, FORMS)
     target_form = form if target_form is None else target_form
     _check_name("target_form", target_form, FORMS)
-    if input.shape != target.shape or input.dim() == 0:
-        raise ValueError(
-            f"input and target must have the same shape [..., vocab]; got {_shape(input)} and {_shape(target)}"
-        )
-    inherits = target_temperature is None
+    valid = _valid_vocab(valid_vocab, input, target)
+    inherits, follows = target_temperature is None, target_logit_scale is None
     target_temperature = temperature if target_temperature is None else target_temperature
-    temperatures = (
-        _temperature("temperature", temperature, form, inherits and target_form == "logits"),
-        _temperature("target_temperature", target_temperature, target_form, inherits),
+    target_logit_scale = logit_scale if target_logit_scale is None else target_logit_scale
+    is_for_target = target_form == "logits"
+    scales = (
+        _of_logits("logit_scale", logit_scale, form, follows and is_for_target, "multiplies"),
+        _of_logits("target_logit_scale", target_logit_scale, target_form, follows, "multiplies"),
     )
-    problem = _problem(kind, form, target_form, *temperatures, **params)
+    temperatures = (
+        _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
+        _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
+    )
+    caps = (
+        0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
+        0.0
+        if target_softcap is None
+        else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
+    )
+    # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
+    numbers = (
+        *(t / s for t, s in zip(temperatures, scales, strict=True)),
+        *(c / s for c, s in zip(caps, scales, strict=True)),
+    )
+    problem = _problem(kind, form, target_form, (*numbers, float(valid)), **params)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     weight = None if row_weight is None else _row_weight(row_weight, input)
-    return _reduce(input, target, weight, reduction, normalizer, problem, dtype)
+    if inplace:
+        _check_inplace(input, target, weight, reduction, normalizer)
+    return _reduce(input, target, weight, reduction, normalizer, problem, dtype, inplace)
 
 
 def _reduce(
@@ -183,7 +217,9 @@ def _reduce(
     normalizer: float | Tensor | None,
     problem: Problem,
     dtype: torch.dtype,
+    inplace: bool,
 ) -> Tensor:
+    total = functools.partial(ops.total, inplace=inplace) if inplace else ops.total
     if normalizer is not None:
         _check_normalizer(normalizer, reduction, input)
     if weight is not None and (weight.requires_grad or ops.hides_gradients()):
@@ -201,19 +237,19 @@ def _reduce(
     if reduction == "none":
         return ops.per_row(input, target, weight, problem, dtype)
     if reduction == "sum":
-        return ops.total(input, target, weight, 1.0, problem, dtype)
+        return total(input, target, weight, 1.0, problem, dtype)
     if isinstance(normalizer, Tensor):
         if normalizer.requires_grad or ops.hides_gradients():
-            return (ops.total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
+            return (total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
         inverse = 1 / _nonzero(normalizer.detach().to(input.device, accumulator(input)))
         weight = inverse if weight is None else weight * inverse
-        return ops.total(input, target, weight, 1.0, problem, dtype)
+        return total(input, target, weight, 1.0, problem, dtype)
     if normalizer is not None:
-        return ops.total(input, target, weight, 1 / normalizer, problem, dtype)
+        return total(input, target, weight, 1 / normalizer, problem, dtype)
     if weight is not None:
-        return ops.total(input, target, weight / _nonzero(weight.sum()), 1.0, problem, dtype)
+        return total(input, target, weight / _nonzero(weight.sum()), 1.0, problem, dtype)
     rows = math.prod(input.shape[:-1])
-    return ops.total(input, target, None, 1 / max(rows, 1), problem, dtype)
+    return total(input, target, None, 1 / max(rows, 1), problem, dtype)
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
@@ -225,8 +261,7 @@ def _problem(
     kind: str,
     form: str,
     target_form: str,
-    temperature: float,
-    target_temperature: float,
+    numbers: tuple[float, ...],
     **params: float,
 ) -> Problem:
     spec = DIVERGENCES[kind]
@@ -240,18 +275,64 @@ def _problem(
         if not (-math.inf < value < math.inf and spec.admits(value)):
             raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
         values[name] = float(value)
-    return Problem(kind, form, target_form, (temperature, target_temperature, *values.values()))
+    return Problem(kind, form, target_form, (*numbers, *values.values()))
 
 
-def _temperature(name: str, value: float, form: str, is_for_other_side: bool) -> float:
+def _valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
+    """As a Problem has it: 0 where all of both rows counts."""
+    if input.dim() == 0 or input.shape[:-1] != target.shape[:-1]:
+        raise ValueError(
+            f"input and target must have the same shape [..., vocab]; got {_shape(input)} and {_shape(target)}"
+        )
+    if valid is None:
+        if input.shape != target.shape:
+            raise ValueError(
+                f"input and target must have the same shape [..., vocab], unless valid_vocab says how much of it "
+                f"counts; got {_shape(input)} and {_shape(target)}"
+            )
+        return 0
+    if isinstance(valid, bool) or not isinstance(valid, int):
+        raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
+    longest = min(input.size(-1), target.size(-1))
+    if not 0 < valid <= longest:
+        raise ValueError(f"valid_vocab must be from 1 to {longest}, the shorter vocabulary; got {valid}")
+    return 0 if input.size(-1) == target.size(-1) == valid else valid
+
+
+def _check_inplace(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: str, normalizer: float | Tensor | None
+) -> None:
+    reason = ""
+    if reduction == "none":
+        reason = 'goes with reduction "sum" or "mean"'
+    elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
+        reason = "leaves no logits to find a gradient of row_weight or normalizer from"
+    elif ops.is_observed(input, target):
+        reason = "is for plain eager calls, not for what traces or transforms them"
+    elif torch.is_grad_enabled() and input.requires_grad:
+        if input.is_leaf:
+            reason = "would overwrite a leaf that the caller still holds: input must be the result of an operation"
+        elif input.dtype == torch.float16:
+            reason = "is not for float16, whose gradients wait for a loss scaler's factor"
+        elif input.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            reason = "needs input and target in memory of their own"
+        elif not (
+            input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1 and input.stride(0) >= input.size(1))
+        ):
+            reason = f"needs an input whose rows lie apart and in order; got strides {list(input.stride())}"
+    if reason:
+        raise ValueError(f"inplace=True {reason}")
+
+
+def _of_logits(name: str, value: float, form: str, is_for_other_side: bool, verb: str, otherwise: float = 1.0) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite; got {value}")
     if form != "logits":
-        if value != 1 and not is_for_other_side:
-            raise ValueError(f"{name} divides logits, and form {form!r} holds none; got {value}")
-        return 1.0
+        if (value != 1 or otherwise != 1) and not is_for_other_side:
+            raise ValueError(f"{name} {verb} logits, and form {form!r} holds none; got {value}")
+        return otherwise
     return float(value)
 
 

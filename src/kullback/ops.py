@@ -39,11 +39,11 @@ def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
     return Problem(kind, form, target_form, numbers)
 
 
-def _as_rows(tensor: Tensor) -> Tensor:
-    """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
+def _as_rows(tensor: Tensor, problem: Problem) -> Tensor:
+    """[rows, valid vocab] with a row's elements side by side; a copy only where the layout has no such view."""
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
-    return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
+    return problem.valid(tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous())
 
 
 def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
@@ -52,8 +52,13 @@ def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 
-def _or_empty(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if gradient is None else gradient.view(like.shape)
+def _output(like: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """A gradient for the tensor, 0 beyond the valid vocabulary, and the rows of it that are to be written."""
+    gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+    rows = _as_rows(gradient, problem)
+    if rows.size(-1) < like.size(-1):
+        gradient[..., rows.size(-1) :] = 0
+    return gradient, rows
 
 
 def _total(
@@ -64,13 +69,17 @@ def _total(
     problem: Problem,
     dtype: torch.dtype,
     want: Wanted,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, y = _as_rows(input), _as_rows(target)
+    """The sum and its wanted gradients; `inplace`: the input's in the place of its logits."""
+    x, y = _as_rows(input, problem), _as_rows(target, problem)
     weight = None if coefficient is None else _row_vector(coefficient, x.size(0))
-    loss, d_input, d_target = backends.call("total", problem, x, y, weight, scale, dtype, want)
-    if input.dim() != 2:
-        d_input = None if d_input is None else d_input.view(input.shape)
-        d_target = None if d_target is None else d_target.view(target.shape)
+    d_input = d_target = d_x = d_y = None
+    if want[0]:
+        d_input, d_x = (input.detach(), x) if inplace else _output(input, problem)
+    if want[1]:
+        d_target, d_y = _output(target, problem)
+    loss = backends.call("total", problem, x, y, weight, scale, dtype, (d_x, d_y))
     return loss, d_input, d_target
 
 
@@ -95,8 +104,9 @@ def _per_row(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    x, y = _as_rows(input), _as_rows(target)
-    problem, weight = _problem(divergence, tuple(numbers)), _row_vector(coefficient, x.size(0))
+    problem = _problem(divergence, tuple(numbers))
+    x, y = _as_rows(input, problem), _as_rows(target, problem)
+    weight = _row_vector(coefficient, x.size(0))
     loss, state = backends.call("accumulate", problem, x, y, weight, dtype)
     return loss.view(input.shape[:-1]), state
 
@@ -111,11 +121,14 @@ def _gradient(
     of_input: bool,
     of_target: bool,
 ) -> tuple[Tensor, Tensor]:
-    x, y = _as_rows(input), _as_rows(target)
-    problem, upstream = _problem(divergence, tuple(numbers)), _row_vector(cotangent, x.size(0))
+    problem = _problem(divergence, tuple(numbers))
+    x, y = _as_rows(input, problem), _as_rows(target, problem)
+    upstream = _row_vector(cotangent, x.size(0))
     known = state if state is not None and state.numel() else None
-    d_input, d_target = backends.call("gradient", problem, x, y, known, upstream, (of_input, of_target))
-    return _or_empty(d_input, input), _or_empty(d_target, target)
+    d_input, d_x = _output(input, problem) if of_input else (input.new_empty(0), None)
+    d_target, d_y = _output(target, problem) if of_target else (target.new_empty(0), None)
+    backends.call("gradient", problem, x, y, known, upstream, (d_x, d_y))
+    return d_input, d_target
 
 
 for name, implementation in (
@@ -345,7 +358,7 @@ class EagerTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         Total.setup_context(ctx, inputs, None)
-        loss, *ctx.written = _total(*(*inputs, ctx.needs_input_grad[:2]))
+        loss, *ctx.written = _total(*inputs, ctx.needs_input_grad[:2])
         return loss
 
     @staticmethod
@@ -355,6 +368,28 @@ class EagerTotal(torch.autograd.Function):
         # Handed over, not lent: autograd may keep them. A second backward finds them anew.
         written, ctx.written = ctx.written, None
         ctx.saved_tensors  # noqa: B018 # raises where an input was modified since
+        for gradient in written:
+            if gradient is not None:
+                backends.scale_(gradient, upstream)
+        return *written, None, None, None, None
+
+
+class InPlaceTotal(torch.autograd.Function):
+    """EagerTotal whose gradient takes the place of the input's logits: there is one backward, and none of it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, target: Tensor, *arguments: Any) -> Tensor:
+        loss, *ctx.written = _total(input, target, *arguments, ctx.needs_input_grad[:2], inplace=True)
+        # Whoever saved the logits, and this Function's own callers, are told by autograd that they are gone.
+        torch.autograd.graph.increment_version(input)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.written is None:
+            raise RuntimeError("the gradient was written over the logits (inplace=True) and has been handed over")
+        written, ctx.written = ctx.written, None
         for gradient in written:
             if gradient is not None:
                 backends.scale_(gradient, upstream)
@@ -422,8 +457,11 @@ def total(
     scale: float,
     problem: Problem,
     dtype: torch.dtype,
+    inplace: bool = False,
 ) -> Tensor:
     """scale · Σ coefficient · loss, 0-d. In eager autograd the gradients are written in the same pass."""
+    if inplace and torch.is_grad_enabled() and input.requires_grad:
+        return InPlaceTotal.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
     if is_observed(input, target):
         return Total.apply(input, target, coefficient, scale, problem, dtype)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):

@@ -28,6 +28,10 @@ ROW_VARIABLES = (
 )
 
 
+# temperature, target_temperature; softcap, target_softcap (0: none); valid_vocab (0: all of it)
+NUMBERS = (1.0, 1.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Which divergence of which forms. Numbers that vary at run time are in `numbers`, never in code."""
@@ -35,7 +39,7 @@ class Problem:
     kind: str
     form: str
     target_form: str
-    numbers: tuple[float, ...] = (1.0, 1.0)  # temperature, target_temperature, *parameters
+    numbers: tuple[float, ...] = NUMBERS  # as these, and *parameters
 
     @property
     def spelling(self) -> str:
@@ -48,7 +52,25 @@ class Problem:
 
     @property
     def parameters(self) -> dict[str, float]:
-        return dict(zip(DIVERGENCES[self.kind].parameters, self.numbers[2:], strict=True))
+        return dict(zip(DIVERGENCES[self.kind].parameters, self.numbers[len(NUMBERS) :], strict=True))
+
+    @property
+    def parameter(self) -> float:
+        """The kind's parameter; 0 where it has none."""
+        return self.numbers[len(NUMBERS)] if len(self.numbers) > len(NUMBERS) else 0.0
+
+    @property
+    def caps(self) -> tuple[float, float]:
+        """The input's softcap and the target's: a logit x counts as cap·tanh(x/cap); 0: as x."""
+        return self.numbers[2], self.numbers[3]
+
+    @property
+    def capped(self) -> tuple[bool, bool]:
+        return self.numbers[2] != 0, self.numbers[3] != 0
+
+    def valid(self, tensor: Tensor) -> Tensor:
+        """The part of the vocabulary that counts."""
+        return tensor[..., : int(self.numbers[4])] if self.numbers[4] else tensor
 
     @property
     def slopes(self) -> tuple[float, float]:
@@ -151,12 +173,7 @@ STATE_FIELDS = 7
 Wanted = tuple[bool, bool]  # the gradient of the input, of the target
 
 
-def gradient_outputs(x: Tensor, y: Tensor, want: Wanted) -> tuple[Tensor | None, Tensor | None]:
-    """Contiguous tensors to write the wanted gradients to."""
-    return (
-        torch.empty_like(x, memory_format=torch.contiguous_format) if want[0] else None,
-        torch.empty_like(y, memory_format=torch.contiguous_format) if want[1] else None,
-    )
+Gradients = tuple[Tensor | None, Tensor | None]  # to be written: of the input, of the target; a row's elements adjacent
 
 
 def accumulator(tensor: Tensor) -> torch.dtype:

@@ -14,6 +14,19 @@ INLINE real k_logit_mass(real x, real top, real scale, real inverse_total)
     return k_exp((x - top) * scale) * inverse_total;
 }
 
+/* cap · tanh(x / cap), and its derivative from its value */
+INLINE real k_capped(real x, real cap)
+{
+    const real less = k_expm1(-2 * k_abs(x) / cap), tanh_of = cap * (less / (2 + less));
+    return x < 0 ? tanh_of : -tanh_of;
+}
+
+INLINE real cap_slope(real capped, real cap)
+{
+    const real t = capped / cap;
+    return (1 - t) * (1 + t);
+}
+
 INLINE real k_mass_times(real mass, real x)
 {
     const int nothing = (mass == 0) & (k_abs(x) == K_INFINITY);

@@ -20,7 +20,7 @@ from torch import Tensor
 from kullback.backends import build
 from kullback.backends.build import BuildError
 from kullback.printer import print_functor, tame_ranges
-from kullback.rows import STATE_FIELDS, Problem, Wanted, gradient_outputs
+from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 
 HERE = Path(__file__).parent
 TYPES = {
@@ -55,9 +55,14 @@ class Variant:
     weight: torch.dtype
     loss: torch.dtype
     want: Wanted
+    capped: tuple[bool, bool] = (False, False)
 
 
 POINTERS = ("x", "y", "input_gradient", "target_gradient", "weight", "loss", "state", "known_state", "partial")
+
+
+STRIDES = ("x_stride", "y_stride", "input_gradient_stride", "target_gradient_stride")
+NUMBERS = ("scale", "input_temperature", "target_temperature", "input_cap", "target_cap", "parameter")
 
 
 class Arguments(ctypes.Structure):
@@ -65,8 +70,8 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in POINTERS]
-        + [(name, ctypes.c_int64) for name in ("rows", "vocab", "x_stride", "y_stride", "elements")]
-        + [(name, ctypes.c_double) for name in ("scale", "input_temperature", "target_temperature", "parameter")]
+        + [(name, ctypes.c_int64) for name in ("rows", "vocab", *STRIDES, "elements")]
+        + [(name, ctypes.c_double) for name in NUMBERS]
         + [("threads", ctypes.c_int32)]
     )
 
@@ -156,6 +161,8 @@ def source(variant: Variant) -> str:
         **tame_ranges(variant.form, variant.target_form),
         "INPUT_IS_LOGITS": int(variant.form == "logits"),
         "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
+        "INPUT_IS_CAPPED": int(variant.capped[0]),
+        "TARGET_IS_CAPPED": int(variant.capped[1]),
     }
     return "\n".join(
         [
@@ -201,13 +208,12 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: Wanted,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> Tensor:
+    """scale · Σ coefficient · loss, 0-d; writes its gradients in x and y where wanted."""
     partial = _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True)
     assert partial is not None
-    return (partial.sum() * scale).to(dtype), *gradients
+    return (partial.sum() * scale).to(dtype)
 
 
 def gradient(
@@ -216,13 +222,11 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: Wanted,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of Σ cotangent · loss; from the row states, or without them."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> None:
+    """Write gradients of Σ cotangent · loss; from the row states, or without them."""
     known = state if problem.needs_norms else None
     _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=known)
-    return gradients
 
 
 def _run(
@@ -235,7 +239,7 @@ def _run(
     loss: Tensor | None = None,
     state: Tensor | None = None,
     known_state: Tensor | None = None,
-    gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    gradients: Gradients = (None, None),
     total: bool = False,
 ) -> Tensor | None:
     """Call the kernel; returns the partial sums if `total`."""
@@ -246,21 +250,22 @@ def _run(
             if tensor is not None:
                 tensor.zero_()
         return torch.zeros(1, dtype=torch.float64) if total else None
-    elements, x_stride, y_stride = rows * vocab, x.stride(0), y.stride(0)
+    elements = rows * vocab
     flat = (
         total
         and weight is None
         and problem.formula.finish_is_identity
         and not problem.needs_norms
-        and x.is_contiguous()
-        and y.is_contiguous()
+        and all(tensor is None or tensor.is_contiguous() for tensor in (x, y, *gradients))
     )
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, *gradients)]
     if flat:
-        vocab = x_stride = y_stride = FLAT_VOCAB
+        vocab = FLAT_VOCAB
         rows = -(-elements // vocab)
-    elif vocab == 1:
+        strides = [vocab] * 4
+    elif vocab == 1 and not problem.needs_norms:
         x, y = x.contiguous(), y.contiguous()
-        x_stride = y_stride = 1
+        strides[:2] = [1, 1]
     if total:
         unit = max(1, (1 << 16) // max(1, vocab))
         partial = torch.empty(-(-rows // unit), dtype=torch.float64)
@@ -275,6 +280,7 @@ def _run(
         torch.float64 if weight is None else weight.dtype,
         torch.float64 if loss is None else loss.dtype,
         (gradients[0] is not None, gradients[1] is not None),
+        problem.capped,
     )
     run(
         Arguments(
@@ -286,12 +292,12 @@ def _run(
             ),
             rows,
             vocab,
-            x_stride,
-            y_stride,
+            *strides,
             elements,
             scale,
             *problem.temperatures,
-            next(iter(problem.parameters.values()), 0.0),
+            *problem.caps,
+            problem.parameter,
             torch.get_num_threads(),
         )
     )

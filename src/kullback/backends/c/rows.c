@@ -25,12 +25,15 @@ typedef struct {
     double *state;                /* [7, rows], or NULL */
     const double *known_state;    /* [7, rows], or NULL */
     double *partial;              /* [units], or NULL */
-    int64_t rows, vocab, x_stride, y_stride, elements;
-    double scale, input_temperature, target_temperature, parameters[1];
+    int64_t rows, vocab, x_stride, y_stride, input_gradient_stride, target_gradient_stride, elements;
+    double scale, input_temperature, target_temperature, input_cap, target_cap, parameters[1];
     int32_t threads;
 } Arguments;
 
 typedef struct { double term, d_log_p, d_log_q; } Sums;
+typedef struct { real input, target; } Caps;
+#define CAPPED_X(x, caps) (INPUT_IS_CAPPED ? k_capped(x, (caps).input) : (x))
+#define CAPPED_Y(y, caps) (TARGET_IS_CAPPED ? k_capped(y, (caps).target) : (y))
 typedef struct { double top, total; } LogSumExp;
 
 #if NEEDS_NORMS
@@ -60,29 +63,31 @@ CLONES NOINLINE static double top_y(const Y *y, int64_t n)
     return (double)top + (double)poison;
 }
 
-CLONES NOINLINE static double total_x(const X *x, int64_t n, real scale, real top)
+CLONES NOINLINE static double total_x(const X *x, int64_t n, Caps caps, real scale, real top)
 {
     double total = 0;
+    (void)caps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++)
-            part += k_exp((LOAD_X(x[i]) - top) * scale);
+            part += k_exp((CAPPED_X(LOAD_X(x[i]), caps) - top) * scale);
         total += part;
     }
     return total;
 }
 
-CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real top)
+CLONES NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real scale, real top)
 {
     double total = 0;
+    (void)caps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++)
-            part += k_exp((LOAD_Y(y[i]) - top) * scale);
+            part += k_exp((CAPPED_Y(LOAD_Y(y[i]), caps) - top) * scale);
         total += part;
     }
     return total;
@@ -93,7 +98,7 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
 #define SWEEP_SPAN(element)                                                                       \
     _Pragma("omp simd reduction(+: term, d_log_p, d_log_q) reduction(max: wildest_x, wildest_y)")                   \
     for (int64_t i = start; i < end; i++) {                                                       \
-        const real xi = LOAD_X(x[i]), yi = LOAD_Y(y[i]);                                          \
+        const real xi = CAPPED_X(LOAD_X(x[i]), caps), yi = CAPPED_Y(LOAD_Y(y[i]), caps);          \
         const Element e = element(xi, yi, row, parameters);                                       \
         const ubits wild_x = WILDNESS(xi, X_LOW), wild_y = WILDNESS(yi, Y_LOW);                   \
         wildest_x = wild_x > wildest_x ? wild_x : wildest_x;                                      \
@@ -106,20 +111,20 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, real scale, real to
             }                                                                                     \
         }                                                                                         \
         if (WANT_INPUT && want_gradient)                                                          \
-            input_gradient[i] = STORE_X(e.input * input_upstream);                                      \
+            input_gradient[i] = STORE_X(e.input * (input_upstream * (INPUT_IS_CAPPED ? cap_slope(xi, caps.input) : 1)));    \
         if (WANT_TARGET && want_gradient)                                                         \
-            target_gradient[i] = STORE_Y(e.target * target_upstream);                                    \
+            target_gradient[i] = STORE_Y(e.target * (target_upstream * (TARGET_IS_CAPPED ? cap_slope(yi, caps.target) : 1))); \
     }
 
 /* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
    done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: they
    are never tame. */
-INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row,
+INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row, Caps caps,
                   Parameters parameters, real upstream, Sums *sums, int want_sum, int want_gradient)
 {
     const real input_upstream = INPUT_IS_LOGITS ? upstream * row.input_scale : upstream;
     const real target_upstream = TARGET_IS_LOGITS ? upstream * row.target_scale : upstream;
-    (void)input_upstream, (void)target_upstream;
+    (void)input_upstream, (void)target_upstream, (void)caps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real term = 0, d_log_p = 0, d_log_q = 0;
@@ -147,8 +152,8 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
 
 #define SWEEP(name, want_sum, want_gradient) \
     CLONES NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
-                                     Row row, Parameters parameters, real upstream, Sums *sums) \
-    { sweep(x, y, input_gradient, target_gradient, n, row, parameters, upstream, sums, want_sum, want_gradient); }
+                                     Row row, Caps caps, Parameters parameters, real upstream, Sums *sums) \
+    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, want_sum, want_gradient); }
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
@@ -184,10 +189,10 @@ static void clear(const Arguments *a, int64_t r, int64_t n)
 {
     (void)n;
 #if WANT_INPUT
-    memset(a->input_gradient + r * a->vocab, 0, (size_t)n * sizeof(X));
+    memset(a->input_gradient + r * a->input_gradient_stride, 0, (size_t)n * sizeof(X));
 #endif
 #if WANT_TARGET
-    memset(a->target_gradient + r * a->vocab, 0, (size_t)n * sizeof(Y));
+    memset(a->target_gradient + r * a->target_gradient_stride, 0, (size_t)n * sizeof(Y));
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS(0);
@@ -208,12 +213,13 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     X *input_gradient = 0;
     Y *target_gradient = 0;
 #if WANT_INPUT
-    input_gradient = a->input_gradient + r * a->vocab;
+    input_gradient = a->input_gradient + r * a->input_gradient_stride;
 #endif
 #if WANT_TARGET
-    target_gradient = a->target_gradient + r * a->vocab;
+    target_gradient = a->target_gradient + r * a->target_gradient_stride;
 #endif
     Row row = { 0 };
+    const Caps caps = { (real)a->input_cap, (real)a->target_cap };
     Sums sums = { 0, 0, 0 };
     LogSumExp input = { 0, 0 }, target = { 0, 0 };
     (void)input_gradient, (void)target_gradient;
@@ -226,30 +232,30 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     } else {
 #if INPUT_IS_LOGITS
         const real x_scale = (real)(1 / a->input_temperature);
-        const double x_top = top_x(x, n);
+        const double x_top = CAPPED_X((real)top_x(x, n), caps);
         input.top = x_top * (double)x_scale;
-        input.total = total_x(x, n, x_scale, (real)x_top);
+        input.total = total_x(x, n, caps, x_scale, (real)x_top);
 #endif
 #if TARGET_IS_LOGITS
         const real y_scale = (real)(1 / a->target_temperature);
-        const double y_top = top_y(y, n);
+        const double y_top = CAPPED_Y((real)top_y(y, n), caps);
         target.top = y_top * (double)y_scale;
-        target.total = total_y(y, n, y_scale, (real)y_top);
+        target.total = total_y(y, n, caps, y_scale, (real)y_top);
 #endif
     }
     set_row(&row, input, target, a);
     if (!known)
-        sum(x, y, input_gradient, target_gradient, n, row, parameters, 0, &sums);
+        sum(x, y, input_gradient, target_gradient, n, row, caps, parameters, 0, &sums);
     row.input_sum_gradient = (real)sums.d_log_q;
     row.target_sum_gradient = (real)sums.d_log_p;
 #elif ONE_SWEEP
-    sum_and_gradient(x, y, input_gradient, target_gradient, n, row, parameters, (real)(weight * a->scale), &sums);
+    sum_and_gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, (real)(weight * a->scale), &sums);
 #else
-    sum(x, y, input_gradient, target_gradient, n, row, parameters, 0, &sums);
+    sum(x, y, input_gradient, target_gradient, n, row, caps, parameters, 0, &sums);
 #endif
     const Finish done = finish(sums.term, parameters);
 #if WANT_GRADIENT && !ONE_SWEEP
-    gradient(x, y, input_gradient, target_gradient, n, row, parameters, (real)(weight * a->scale * done.slope), &sums);
+    gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, (real)(weight * a->scale * done.slope), &sums);
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS((real)(weight * done.loss));

@@ -17,7 +17,7 @@ from kullback.backends.cuda.launch import Launcher as Launcher
 from kullback.backends.cuda.launch import compile_cubin as compile_cubin
 from kullback.backends.cuda.launch import text as text
 from kullback.printer import print_functor, tame_ranges
-from kullback.rows import STATE_FIELDS, Problem, Wanted, gradient_outputs
+from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 
 OLDEST = (8, 0)
 
@@ -132,13 +132,12 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: Wanted,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> Tensor:
+    """scale · Σ coefficient · loss, 0-d; writes its gradients in x and y where wanted."""
     result = x.new_empty((), dtype=dtype)
     _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=result)
-    return result, *gradients
+    return result
 
 
 def gradient(
@@ -147,12 +146,10 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: Wanted,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of Σ cotangent · loss."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> None:
+    """Write gradients of Σ cotangent · loss."""
     _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=state)
-    return gradients
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> None:
@@ -170,7 +167,7 @@ def _run(
     *,
     weight: Tensor | None = None,
     scale: float = 1.0,
-    gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    gradients: Gradients = (None, None),
     known_state: Tensor | None = None,
     state: Tensor | None = None,
     losses: Tensor | None = None,
@@ -201,12 +198,11 @@ def _run(
         uniform
         and formula.finish_is_linear
         and (losses is None if total is None else weight is None and formula.finish_is_identity)
-        and x.is_contiguous()
-        and y.is_contiguous()
+        and all(tensor is None or tensor.is_contiguous() for tensor in (x, y, *gradients))
     )
     if weight is not None:
         weight = weight[:1] if flat else weight.contiguous()
-    x_stride, y_stride = x.stride(0), y.stride(0)
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, *gradients)]
     if flat:
         rows, vocab = 1, rows * vocab
     index = x.device.index
@@ -241,8 +237,7 @@ def _run(
         ticket,
         rows,
         vocab,
-        x_stride,
-        y_stride,
+        *strides,
         scale,
-        problem.numbers[2] if len(problem.numbers) > 2 else 0.0,
+        problem.parameter,
     )

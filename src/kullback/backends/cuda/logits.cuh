@@ -4,6 +4,7 @@
 
    X, Y, WEIGHT, LOSS               element types of input, target, row weights, losses
    INPUT_IS_LOGITS, TARGET_IS_LOGITS
+   INPUT_IS_CAPPED, TARGET_IS_CAPPED  whether a logit x counts as cap · tanh(x / cap)
    WANT_SUM, WANT_INPUT, WANT_TARGET  what to compute
    KNOWN                            whether the rows' states are known
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
@@ -92,12 +93,17 @@ struct Arguments {
     double *partial;           /* [clusters] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */
-    long long x_stride, y_stride;
+    long long x_stride, y_stride, input_gradient_stride, target_gradient_stride;
     double scale;
     float input_scale, target_scale; /* 1 / temperature */
+    float input_cap, target_cap;
     float exponent;                  /* of the overlap that a survey sums */
     int slots, slot_vectors, share; /* of the ring; vectors of a slot, of a block's share of a row */
 };
+
+/* What an element of the input counts as, and of the target */
+INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? k_capped(x, a.input_cap) : x; }
+INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? k_capped(y, a.target_cap) : y; }
 
 /* What a part of a row holds, each side's masses measured against its own top: 2^(x·factor - top·factor), where a
    factor is binary(scale) and the second product is rounded. */
@@ -130,7 +136,7 @@ struct alignas(16) Survey {
     }
 
     /* A later vector is measured against the top of an earlier one until it would grow too large for that. */
-    INLINE void take(const Packed<X> &xs, const Packed<Y> &ys, const Arguments &a)
+    template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a) /* x(k), y(k) */
     {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         float x_part, y_part, cross_p_part, cross_q_part, overlap_part;
@@ -138,8 +144,8 @@ struct alignas(16) Survey {
             const float x_low = product(x_top, x_factor), y_low = product(y_top, y_factor);
             x_part = y_part = cross_p_part = cross_q_part = overlap_part = 0;
 #pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                const float x_power = fmaf(at(xs, k), x_factor, -x_low), y_power = fmaf(at(ys, k), y_factor, -y_low);
+            for (int k = 0; k < COUNT; k++) {
+                const float x_power = fmaf(x(k), x_factor, -x_low), y_power = fmaf(y(k), y_factor, -y_low);
                 const float q = power_of_2(x_power), p = power_of_2(y_power);
                 if (INPUT_IS_LOGITS)
                     x_part += q;
@@ -161,9 +167,9 @@ struct alignas(16) Survey {
         if (__builtin_expect(!(x_part < MOST && y_part < MOST), 0)) {
             float x_higher = x_top, y_higher = y_top;
 #pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                x_higher = fmaxf(x_higher, at(xs, k));
-                y_higher = fmaxf(y_higher, at(ys, k));
+            for (int k = 0; k < COUNT; k++) {
+                x_higher = fmaxf(x_higher, x(k));
+                y_higher = fmaxf(y_higher, y(k));
             }
             raise(x_higher, y_higher, a);
             measure();
@@ -249,8 +255,8 @@ struct Share {
 
     INLINE const X *x() const { return a.x + row * a.x_stride; }
     INLINE const Y *y() const { return a.y + row * a.y_stride; }
-    INLINE X *input_gradient() const { return a.input_gradient + (unsigned long long)row * a.vocab; }
-    INLINE Y *target_gradient() const { return a.target_gradient + (unsigned long long)row * a.vocab; }
+    INLINE X *input_gradient() const { return a.input_gradient + row * a.input_gradient_stride; }
+    INLINE Y *target_gradient() const { return a.target_gradient + row * a.target_gradient_stride; }
 };
 
 #if RESIDENT
@@ -429,16 +435,6 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
     each_end(share, team, [&](int i) { f(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-template <typename T> INLINE Packed<T> alone(T value)
-{
-    Packed<T> result;
-#pragma unroll
-    for (int k = 1; k < WIDTH; k++)
-        result.element[k] = rounded<T>(-K_INFINITY);
-    result.element[0] = value;
-    return result;
-}
-
 /* What is the same in all threads of a warp, said so that the compiler knows */
 INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
 
@@ -449,18 +445,23 @@ INLINE bool is_usual(float total) { return total > 0 && total < 1e30f; }
 INLINE bool normalize(const Arguments &a, const Share &share, const Ring &ring, Team &team, Survey &survey)
 {
     survey = {};
-    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) { survey.take(x, y, a); });
-    each_end(share, team, [&](int i) { survey.take(alone(share.x()[i]), alone(share.y()[i]), a); });
+    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
+        survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
+    });
+    each_end(share, team, [&](int i) {
+        const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
+        survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a);
+    });
     survey = exchanged(a, ring, team, survey);
     if (agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total))))
         return true;
     Tops tops;
-    each_element<false>(share, ring, team, [&](float x, float y, int) { tops.merge({ x, y }, a); });
+    each_element<false>(share, ring, team, [&](float x, float y, int) { tops.merge({ input_of(a, x), target_of(a, y) }, a); });
     tops = exchanged(a, ring, team, tops);
     double x_total = 0, y_total = 0;
     each_element<false>(share, ring, team, [&](float x, float y, int) {
-        x_total += (double)k_exp((x - tops.x) * a.input_scale);
-        y_total += (double)k_exp((y - tops.y) * a.target_scale);
+        x_total += (double)k_exp((input_of(a, x) - tops.x) * a.input_scale);
+        y_total += (double)k_exp((target_of(a, y) - tops.y) * a.target_scale);
     });
     const Sums totals = exchanged(a, ring, team, Sums { (float)x_total, (float)y_total });
     survey.x_top = tops.x;
@@ -529,7 +530,7 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
     Sums sums;
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const auto add = [&](float x, float y) {
-        const Element e = element<VOCABULARY>(x, y, row, parameters);
+        const Element e = element<VOCABULARY>(input_of(a, x), target_of(a, y), row, parameters);
         sums.term += e.term;
         sums.d_log_p += e.d_log_p;
         sums.d_log_q += e.d_log_q;
@@ -558,12 +559,20 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const float input_upstream = INPUT_IS_LOGITS ? upstream * a.input_scale : upstream;
     const float target_upstream = TARGET_IS_LOGITS ? upstream * a.target_scale : upstream;
+    const auto differentiate = [&](float x, float y, X &input, Y &target) {
+        const float q = input_of(a, x), p = target_of(a, y);
+        const Element e = element<VOCABULARY>(q, p, row, parameters);
+        input = rounded<X>(e.input * (INPUT_IS_CAPPED ? input_upstream * cap_slope(q, a.input_cap) : input_upstream));
+        target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? target_upstream * cap_slope(p, a.target_cap) : target_upstream));
+    };
     const auto one = [&](float x, float y, int i) {
-        const Element e = element<VOCABULARY>(x, y, row, parameters);
+        X input;
+        Y target;
+        differentiate(x, y, input, target);
         if (WANT_INPUT)
-            share.input_gradient()[i] = rounded<X>(e.input * input_upstream);
+            share.input_gradient()[i] = input;
         if (WANT_TARGET)
-            share.target_gradient()[i] = rounded<Y>(e.target * target_upstream);
+            share.target_gradient()[i] = target;
     };
     if (VOCABULARY == GUARDED) {
         each_element<true>(share, ring, team, one);
@@ -573,11 +582,8 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         Packed<X> input;
         Packed<Y> target;
 #pragma unroll
-        for (int k = 0; k < WIDTH; k++) {
-            const Element e = element<VOCABULARY>(at(x, k), at(y, k), row, parameters);
-            input.element[k] = rounded<X>(e.input * input_upstream);
-            target.element[k] = rounded<Y>(e.target * target_upstream);
-        }
+        for (int k = 0; k < WIDTH; k++)
+            differentiate(at(x, k), at(y, k), input.element[k], target.element[k]);
         const int i = share.head + v * WIDTH;
         if (WANT_INPUT)
             store(share.input_gradient() + i, input);
@@ -733,9 +739,9 @@ INLINE void clear(const Arguments &a, const Team &team, unsigned r)
 {
     for (unsigned i = team.rank * LANES + team.lane; i < a.vocab; i += team.size * LANES) {
         if (WANT_INPUT)
-            a.input_gradient[(unsigned long long)r * a.vocab + i] = rounded<X>(0);
+            a.input_gradient[r * a.input_gradient_stride + i] = rounded<X>(0);
         if (WANT_TARGET)
-            a.target_gradient[(unsigned long long)r * a.vocab + i] = rounded<Y>(0);
+            a.target_gradient[r * a.target_gradient_stride + i] = rounded<Y>(0);
     }
     if (team.lane == 0 && team.rank == 0) {
         if (a.losses)
@@ -749,13 +755,15 @@ INLINE void clear(const Arguments &a, const Team &team, unsigned r)
 extern "C" __global__ void __launch_bounds__(LANES *GROUPS + 32 * RESIDENT, MIN_BLOCKS)
 kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, const WEIGHT *weights,
                 const double *known_state, double *state, LOSS *losses, LOSS *total, double *partial, unsigned *ticket,
-                long long rows, long long vocab, long long x_stride, long long y_stride, double scale,
-                double input_scale, double target_scale, double parameter, long long slots, long long slot_vectors, long long share)
+                long long rows, long long vocab, long long x_stride, long long y_stride, long long input_gradient_stride,
+                long long target_gradient_stride, double scale, double input_scale, double target_scale, double input_cap,
+                double target_cap, double parameter, long long slots, long long slot_vectors, long long share)
 {
     Parameters parameters;
     *(real *)&parameters = (real)parameter;
     Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
-                          (unsigned)rows, (unsigned)vocab, x_stride, y_stride, scale, (float)input_scale, (float)target_scale, 0,
+                          (unsigned)rows, (unsigned)vocab, x_stride, y_stride, input_gradient_stride, target_gradient_stride, scale, (float)input_scale, (float)target_scale,
+                    (float)input_cap, (float)target_cap, 0,
                           (int)slots, (int)slot_vectors, (int)share };
 #if IS_SURVEYED
     a.exponent = overlap_exponent(parameters);

@@ -12,7 +12,7 @@ from torch import Tensor
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import TYPES, Launcher, text, workspace
 from kullback.printer import print_functor
-from kullback.rows import Problem, Wanted
+from kullback.rows import Gradients, Problem, Wanted
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Variant:
     loss: torch.dtype
     want_sum: bool
     want: Wanted
+    capped: tuple[bool, bool]
     shape: plan.LogitsShape
 
 
@@ -39,6 +40,8 @@ def source(variant: Variant) -> str:
         **{name: TYPES[dtype] for name, dtype in types.items()},
         "INPUT_IS_LOGITS": int(forms[0] == "logits"),
         "TARGET_IS_LOGITS": int(forms[1] == "logits"),
+        "INPUT_IS_CAPPED": int(variant.capped[0]),
+        "TARGET_IS_CAPPED": int(variant.capped[1]),
         "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
@@ -78,7 +81,7 @@ def run(
     *,
     weight: Tensor | None = None,
     scale: float = 1.0,
-    gradients: tuple[Tensor | None, Tensor | None] = (None, None),
+    gradients: Gradients = (None, None),
     known_state: Tensor | None = None,
     state: Tensor | None = None,
     losses: Tensor | None = None,
@@ -102,6 +105,7 @@ def run(
         torch.float32 if output is None else output.dtype,
         output is not None,
         (gradients[0] is not None, gradients[1] is not None),
+        problem.capped,
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
     input_temperature, target_temperature = problem.temperatures
@@ -114,12 +118,12 @@ def run(
         ticket,
         rows,
         vocab,
-        x.stride(0),
-        y.stride(0),
+        *[0 if t is None else t.stride(0) for t in (x, y, *gradients)],
         scale,
         1 / input_temperature,
         1 / target_temperature,
-        problem.numbers[2] if len(problem.numbers) > 2 else 0.0,
+        *problem.caps,
+        problem.parameter,
         ring.slots,
         ring.slot_vectors,
         ring.share,
@@ -147,12 +151,11 @@ def _has_clusters(index: int) -> bool:
     return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= plan.SHARED)
 
 
-def _in_phase(x: Tensor, y: Tensor, gradients: tuple[Tensor | None, Tensor | None]) -> bool:
+def _in_phase(x: Tensor, y: Tensor, gradients: Gradients) -> bool:
     """Whether in every row vectors of all tensors begin at the same element."""
     width = plan.width(x.dtype, y.dtype)
-    vocab = x.size(1)
     tensors = [x, y, *(g for g in gradients if g is not None)]
     phases = {t.data_ptr() // t.itemsize % width for t in tensors}
     aligned = all(t.data_ptr() % t.itemsize == 0 for t in tensors)
-    steps = {(t.stride(0) if t is x or t is y else vocab) % width for t in tensors} if x.size(0) > 1 else {0}
+    steps = {t.stride(0) % width for t in tensors} if x.size(0) > 1 else {0}
     return aligned and len(phases) == 1 and len(steps) == 1

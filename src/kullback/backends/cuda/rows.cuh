@@ -129,7 +129,8 @@ INLINE void clear(const View &view, const Lane &lane)
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 kullback_rows(const X *x, const Y *y, X *input_gradient, Y *target_gradient, const WEIGHT *weights, LOSS *losses,
               LOSS *total, double *partial, unsigned *ticket, long long rows, long long vocab, long long x_stride,
-              long long y_stride, double scale, double parameter)
+              long long y_stride, long long input_gradient_stride, long long target_gradient_stride, double scale,
+              double parameter)
 {
     Parameters parameters;
     *(real *)&parameters = (real)parameter;
@@ -143,7 +144,8 @@ kullback_rows(const X *x, const Y *y, X *input_gradient, Y *target_gradient, con
         const bool exists = base < rows;
         const long long r = exists ? base : 0;
         const double weight = !exists ? 0 : weights ? (double)weights[r] : 1;
-        const View view = { x + r * x_stride, y + r * y_stride, input_gradient + r * vocab, target_gradient + r * vocab,
+        const View view = { x + r * x_stride, y + r * y_stride, input_gradient + r * input_gradient_stride,
+                            target_gradient + r * target_gradient_stride,
                             exists ? vocab : 0 };
         const bool skipped = weight == 0; /* not read: garbage in it cannot leak */
         double sum = 0;

@@ -18,13 +18,13 @@ from kullback.forms import FORMS
 from kullback.formula import TENSOR, Value
 from kullback.rows import (
     STATE_FIELDS,
+    Gradients,
     LogSumExp,
     Problem,
     State,
     Sums,
     Wanted,
     accumulator,
-    gradient_outputs,
 )
 
 # Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
@@ -72,19 +72,18 @@ def total(
     coefficient: Tensor | None,
     scale: float,
     dtype: torch.dtype,
-    want: Wanted,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale · Σ coefficient · loss, 0-d, and its gradients in x and y where wanted."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> Tensor:
+    """scale · Σ coefficient · loss, 0-d; writes its gradients in x and y where wanted."""
     result = torch.zeros((), dtype=accumulator(x), device=x.device)
     for rows in _chunks(x):
         chunk = Chunk(problem, x[rows], y[rows])
         state = chunk.state()
         value, slope = chunk.finish(state)
         result += chunk.weighted(value, coefficient, rows).sum()
-        if any(want):
+        if any(gradient is not None for gradient in gradients):
             chunk.write(gradients, rows, chunk.weighted(slope * scale, coefficient, rows))
-    return (result * scale).to(dtype), *gradients
+    return (result * scale).to(dtype)
 
 
 def gradient(
@@ -93,10 +92,9 @@ def gradient(
     y: Tensor,
     state: Tensor | None,
     cotangent: Tensor,
-    want: Wanted,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of Σ cotangent · loss; from the row states, or without them."""
-    gradients = gradient_outputs(x, y, want)
+    gradients: Gradients,
+) -> None:
+    """Write gradients of Σ cotangent · loss; from the row states, or without them."""
     for rows in _chunks(x):
         known = None if state is None else State.unpack(state[:, rows])
         chunk = Chunk(problem, x[rows], y[rows], known)
@@ -104,7 +102,6 @@ def gradient(
         if not problem.formula.finish_is_linear:
             _, slope = chunk.finish(chunk.state())
         chunk.write(gradients, rows, chunk.weighted(slope, cotangent, rows))
-    return gradients
 
 
 class Chunk:
@@ -113,7 +110,7 @@ class Chunk:
     def __init__(self, problem: Problem, x: Tensor, y: Tensor, state: State | None = None) -> None:
         self.problem = problem
         dtype = _compute_dtype(problem, x, y)
-        self.x, self.y = x.to(dtype), y.to(dtype)
+        self.x, self.y = (capped(t.to(dtype), cap) for t, cap in zip((x, y), problem.caps, strict=True))
         self.variables: dict[str, Any] = {"x": self.x, "y": self.y, **problem.parameters}
         # float64 keeps the guarded formula, whose log_quotient is exact near p = q and takes twice as long.
         tame = dtype == torch.float32 and _may_be_tame(self.y, problem.target_form)
@@ -190,7 +187,7 @@ class Chunk:
         weight = coefficient[rows]
         return (torch.where(weight == 0, 0, value) if isinstance(value, Tensor) else value) * weight
 
-    def write(self, gradients: tuple[Tensor | None, Tensor | None], rows: slice, cotangent: Tensor | float) -> None:
+    def write(self, gradients: Gradients, rows: slice, cotangent: Tensor | float) -> None:
         """Fill these rows of the wanted gradients; a row of cotangent 0 gets zeros, whatever it holds."""
         if self.problem.needs_norms:
             sums = self.state()
@@ -199,9 +196,14 @@ class Chunk:
         names = [n for n, out in zip(("input", "target"), gradients, strict=True) if out is not None]
         results, _ = self.run(*names)
         column = cotangent.to(self.x.dtype).unsqueeze(-1) if isinstance(cotangent, Tensor) else cotangent
-        for name, out, slope in zip(("input", "target"), gradients, self.problem.slopes, strict=True):
+        sides = zip(
+            ("input", "target"), gradients, self.problem.slopes, self.problem.caps, (self.x, self.y), strict=True
+        )
+        for name, out, slope, cap, values in sides:
             if out is not None:
                 result = results[name]
+                if cap:
+                    result = result * cap_slope(values, cap)
                 if self.operations is TENSOR and isinstance(column, Tensor):
                     result = torch.where(column == 0, 0, result)
                 torch.mul(result, column * slope, out=out[rows])
@@ -210,6 +212,15 @@ class Chunk:
         """As `State.unpack` takes it."""
         parts = [part for norm in self.norms for part in norm]
         return torch.stack([part.to(torch.float64) for part in (*parts, *self.state())])
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def cap_slope(capped: Tensor, cap: float) -> Tensor | float:
+    """d capped(x) / dx, from the capped value."""
+    return 1 - (capped / cap).square() if cap else 1.0
 
 
 def normalize(values: Tensor) -> LogSumExp:
@@ -249,7 +260,10 @@ def gradient_by_formula(problem: Problem, x: Tensor, y: Tensor, cotangent: Tenso
     """
     dtype = _compute_dtype(problem, x, y)
     skipped = (cotangent == 0).unsqueeze(-1)  # not read: 1 is harmless in every form
-    values = {side: torch.where(skipped, 1.0, t.to(dtype)) for side, t in (("input", x), ("target", y))}
+    values = {
+        side: capped(torch.where(skipped, 1.0, problem.valid(t).to(dtype)), cap)
+        for side, t, cap in zip(("input", "target"), (x, y), problem.caps, strict=True)
+    }
     variables: dict[str, Any] = {
         "x": values["input"],
         "y": values["target"],
@@ -277,7 +291,12 @@ def gradient_by_formula(problem: Problem, x: Tensor, y: Tensor, cotangent: Tenso
     variables["target_sum_gradient"] = sums["d_log_p"].sum(-1, keepdim=True)
     slope = problem.formula.finish.run({"total": sums["term"].sum(-1), **problem.parameters})["slope"]
     upstream = (cotangent.to(dtype) * slope).unsqueeze(-1)
-    sides = {"input": (x, problem.slopes[0]), "target": (y, problem.slopes[1])}
-    names = [name for name, wanted in zip(sides, want, strict=True) if wanted]
+    names = [name for name, wanted in zip(("input", "target"), want, strict=True) if wanted]
     results = problem.program(*names).run(variables)
-    return tuple((results[n] * (upstream * sides[n][1])).to(sides[n][0].dtype) for n in names)
+    gradients = []
+    for name, tensor, slope, cap in zip(("input", "target"), (x, y), problem.slopes, problem.caps, strict=True):
+        if name in results:
+            gradient = results[name] * (upstream * slope) * cap_slope(values[name], cap)
+            padding = tensor.size(-1) - gradient.size(-1)
+            gradients.append(torch.nn.functional.pad(gradient, (0, padding)).to(tensor.dtype))
+    return tuple(gradients)

@@ -1,0 +1,181 @@
+"""Scale, softcap, the valid part of a vocabulary, and gradients in the place of their logits."""
+
+import itertools
+
+import pytest
+import torch
+
+import kullback
+from kullback.divergences import DIVERGENCES
+from tests import oracle
+from tests.conftest import relative_error, sample
+
+
+def truth(x, y, kind, target_form, scales, caps, temperatures, valid):
+    """Value and gradients of the rows' sum by the textbook, in float64."""
+    a, b = (t.detach().double().cpu().requires_grad_() for t in (x, y))
+    sides = []
+    for t, form, scale, cap, temperature in zip(
+        (a, b), ("logits", target_form), scales, caps, temperatures, strict=True
+    ):
+        t = t[..., :valid]
+        if form == "logits":
+            t = t * scale
+            t = t if cap is None else cap * torch.tanh(t / cap)
+        sides.append(oracle.masses(t, form, temperature))
+    q, p = sides
+    losses = oracle.rows(kind, p, q, **oracle.PARAMETERS[kind])
+    return losses.detach(), *torch.autograd.grad(losses.sum(), (a, b))
+
+
+@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["float32", "bfloat16", "float64"]
+)
+@pytest.mark.parametrize("target_form", ["logits", "probs"])
+def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, path, device, generator):
+    tight = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float64: 1e-12}[dtype]
+    for x_vocab, y_vocab, valid, caps in [
+        (70, 64, 61, (3.0, 5.0)),
+        (64, 72, 64, (None, 4.0)),
+        (4104, 4096, 4090, (2.0, None)),
+    ]:
+        x = sample("logits", (5, x_vocab), generator, dtype).to(device).requires_grad_()
+        y = sample(target_form, (5, y_vocab), generator, dtype).to(device).requires_grad_()
+        with torch.no_grad():  # nothing of the rest may be read
+            x[:, valid:] = float("nan")
+            y[:, valid:] = float("nan")
+        scales, temperatures = (0.7, 1.3), (1.5, 0.8)
+        options = {
+            "logit_scale": 0.7,
+            "softcap": caps[0],
+            "temperature": 1.5,
+            "target_form": target_form,
+            "valid_vocab": valid,
+        }
+        if target_form == "logits":
+            options |= {"target_logit_scale": 1.3, "target_softcap": caps[1], "target_temperature": 0.8}
+        expected = truth(x, y, kind, target_form, scales, caps, temperatures, valid)
+        losses = kullback.divergence(x, y, kind, reduction="none", **options, **oracle.PARAMETERS[kind])
+        separate = torch.autograd.grad(losses.sum(), (x, y))
+        whole = kullback.divergence(x, y, kind, reduction="sum", **options, **oracle.PARAMETERS[kind])
+        together = torch.autograd.grad(whole, (x, y))
+        assert relative_error(losses, expected[0]) <= (1e-12 if dtype == torch.float64 else 3e-6)
+        for gradients in (separate, together):
+            for ours, theirs in zip(gradients, expected[1:], strict=True):
+                assert relative_error(ours, theirs) <= tight
+                assert (ours[:, valid:] == 0).all()
+
+
+def test_a_scale_is_an_inverse_temperature(path, device, generator):
+    x, y = (sample("logits", (4, 33), generator).to(device) for _ in range(2))
+    ours = kullback.divergence(x, y, logit_scale=0.25, temperature=0.5)
+    torch.testing.assert_close(ours, kullback.divergence(x, y, temperature=2.0))
+
+
+def test_a_wide_cap_changes_nothing(path, device, generator):
+    x, y = (sample("logits", (4, 33), generator).to(device) for _ in range(2))
+    ours = kullback.divergence(x, y, softcap=1e5, target_softcap=1e5)
+    torch.testing.assert_close(ours, kullback.divergence(x, y))
+
+
+def test_capped_logits_pass_gradgradcheck(path, device, generator):
+    x, y = (sample("logits", (3, 6), generator, torch.float64).to(device).requires_grad_() for _ in range(2))
+    run = lambda a, b: kullback.divergence(a, b, softcap=2.0, target_softcap=3.0, logit_scale=0.5, valid_vocab=5)
+    assert torch.autograd.gradcheck(run, (x, y))
+    assert torch.autograd.gradgradcheck(run, (x, y))
+
+
+def test_options_compose_with_transforms(path, device, generator):
+    x, y = (sample("logits", (2, 3, 9), generator).to(device) for _ in range(2))
+    run = lambda a, b: kullback.divergence(a, b, softcap=2.0, valid_vocab=7, reduction="sum")
+    plain = x.clone().requires_grad_()
+    run(plain, y).backward()
+    torch.testing.assert_close(torch.func.grad(run)(x, y), plain.grad)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(run))(x, y), plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [40, 4104])
+def test_in_place(dtype, vocab, path, device, generator):
+    leaf, y = (sample("logits", (3, 7, vocab), generator, dtype).to(device) for _ in range(2))
+    weight = torch.rand(3, 7, generator=generator).to(device)
+    weight[0, 2] = 0
+    for kind, valid in itertools.product(("kl", "jensen_shannon"), (None, vocab - 3)):
+        a, b = leaf.clone().requires_grad_(), leaf.clone().requires_grad_()
+        logits = a * 1.5
+        address, version = logits.data_ptr(), logits._version
+        received = []
+        logits.register_hook(received.append)
+        loss = kullback.DivergenceLoss(kind, inplace=True, valid_vocab=valid)(logits, y, row_weight=weight)
+        assert logits._version > version
+        (loss * 2.0).backward()
+        plain = kullback.divergence(b * 1.5, y, kind, row_weight=weight, valid_vocab=valid)
+        (plain * 2.0).backward()
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+        assert received[0].data_ptr() == address
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="handed over"):
+            (loss * 2.0).backward()
+        with torch.no_grad():
+            kept = leaf.clone()
+            torch.testing.assert_close(
+                kullback.divergence(kept, y, kind, row_weight=weight, inplace=True, valid_vocab=valid), loss
+            )
+            assert torch.equal(kept, leaf)
+
+
+def test_in_place_tells_whoever_saved_the_logits(path, device, generator):
+    a, y = (sample("logits", (3, 40), generator).to(device).requires_grad_() for _ in range(2))
+    logits = a * 1.0
+    penalty = logits.square().mean()
+    loss = kullback.divergence(logits, y.detach(), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + penalty).backward()
+
+
+def test_in_place_where_it_is_unsafe(path, device, generator):
+    x, y = (sample("logits", (3, 40), generator).to(device) for _ in range(2))
+    leaf = x.clone().requires_grad_()
+    run = lambda a, b=y, **options: kullback.divergence(a, b, inplace=True, **options)
+    cases = [
+        ("reduction", lambda: run(leaf * 1, reduction="none")),
+        ("leaf", lambda: run(leaf)),
+        ("float16", lambda: run((leaf * 1).half(), y.half())),
+        ("memory of their own", lambda: (lambda both: run(both[:3], both[3:].detach()))(torch.cat([leaf, leaf]) * 1)),
+        ("strides", lambda: run((leaf * 1)[:1].expand(3, 40))),
+        ("row_weight", lambda: run(leaf * 1, row_weight=torch.ones(3, device=device, requires_grad=True))),
+        ("traces or transforms", lambda: torch.func.grad(run)(x)),
+    ]
+    for words, call in cases:
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert torch.equal(leaf.detach(), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"valid_vocab": 0}, "valid_vocab must be from 1 to 6"),
+        ({"valid_vocab": 7}, "valid_vocab must be from 1 to 6"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"target_softcap": -1.0}, "target_softcap must be positive"),
+        ({"logit_scale": float("inf")}, "logit_scale must be positive"),
+        ({"form": "probs", "softcap": 3.0}, "softcap bounds logits"),
+        ({"form": "probs", "logit_scale": 3.0}, "logit_scale multiplies logits"),
+    ],
+)
+def test_options_out_of_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 6), **options)
+
+
+@pytest.mark.parametrize("options", [{"valid_vocab": 3.0}, {"valid_vocab": True}, {"softcap": "3"}])
+def test_options_of_the_wrong_type(options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 6), **options)
+
+
+def test_vocabularies_of_two_lengths_want_a_bound():
+    with pytest.raises(ValueError, match="unless valid_vocab"):
+        kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 7))
