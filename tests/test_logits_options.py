@@ -28,18 +28,18 @@ def truth(x, y, kind, target_form, scales, caps, temperatures, valid):
     return losses.detach(), *torch.autograd.grad(losses.sum(), (a, b))
 
 
-@pytest.mark.parametrize("kind", list(DIVERGENCES))
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["float32", "bfloat16", "float64"]
-)
-@pytest.mark.parametrize("target_form", ["logits", "probs"])
-def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, path, device, generator):
+# every kind in float32; of the rest a covering choice, since each is a kernel to compile
+CASES = [
+    *((kind, torch.float32, form, (3.0, 5.0)) for kind in DIVERGENCES for form in ("logits", "probs")),
+    *(("kl", dtype, form, (3.0, 5.0)) for dtype in (torch.bfloat16, torch.float64) for form in ("logits", "probs")),
+    *(("jensen_shannon", torch.float32, "logits", caps) for caps in ((None, 4.0), (2.0, None))),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "target_form", "caps"), CASES)
+def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, path, device, generator):
     tight = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float64: 1e-12}[dtype]
-    for x_vocab, y_vocab, valid, caps in [
-        (70, 64, 61, (3.0, 5.0)),
-        (64, 72, 64, (None, 4.0)),
-        (4104, 4096, 4090, (2.0, None)),
-    ]:
+    for x_vocab, y_vocab, valid in [(70, 64, 61), (64, 72, 64), (4104, 4096, 4090)]:
         x = sample("logits", (5, x_vocab), generator, dtype).to(device).requires_grad_()
         y = sample(target_form, (5, y_vocab), generator, dtype).to(device).requires_grad_()
         with torch.no_grad():  # nothing of the rest may be read
@@ -118,11 +118,11 @@ def test_in_place(dtype, vocab, path, device, generator):
         with pytest.raises(RuntimeError, match="handed over"):
             (loss * 2.0).backward()
         with torch.no_grad():
-            kept = leaf.clone()
+            kept = leaf * 1.5
             torch.testing.assert_close(
                 kullback.divergence(kept, y, kind, row_weight=weight, inplace=True, valid_vocab=valid), loss
             )
-            assert torch.equal(kept, leaf)
+            assert torch.equal(kept, leaf * 1.5)
 
 
 def test_in_place_tells_whoever_saved_the_logits(path, device, generator):

@@ -87,7 +87,7 @@ torch::Tensor kl_div_forward_cuda(torch::Tensor predictions, torch::Tensor targe
     double *partial = workspace.data_ptr<double>();
     kullback::kullback_rows<<<blocks, THREADS, 0, at::cuda::getCurrentCUDAStream()>>>(
         x.data_ptr<float>(), y.data_ptr<float>(), nullptr, nullptr, nullptr, nullptr, result.data_ptr<float>(), partial,
-        (unsigned *)(partial + blocks), 1, count, count, count, 1.0 / x.size(0), 0.0);
+        (unsigned *)(partial + blocks), 1, count, count, count, 0, 0, 1.0 / x.size(0), 0.0);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     return result;
 }

@@ -52,9 +52,12 @@ def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 
-def _output(like: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """A gradient for the tensor, 0 beyond the valid vocabulary, and the rows of it that are to be written."""
-    gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+def _output(like: Tensor, problem: Problem, inplace: bool = False) -> tuple[Tensor, Tensor]:
+    """A gradient for the tensor, 0 beyond the valid vocabulary, and the rows of it that are to be written.
+
+    `inplace`: in the tensor's own memory.
+    """
+    gradient = like.detach() if inplace else torch.empty_like(like, memory_format=torch.contiguous_format)
     rows = _as_rows(gradient, problem)
     if rows.size(-1) < like.size(-1):
         gradient[..., rows.size(-1) :] = 0
@@ -76,7 +79,7 @@ def _total(
     weight = None if coefficient is None else _row_vector(coefficient, x.size(0))
     d_input = d_target = d_x = d_y = None
     if want[0]:
-        d_input, d_x = (input.detach(), x) if inplace else _output(input, problem)
+        d_input, d_x = _output(input, problem, inplace)
     if want[1]:
         d_target, d_y = _output(target, problem)
     loss = backends.call("total", problem, x, y, weight, scale, dtype, (d_x, d_y))
@@ -356,9 +359,18 @@ class EagerTotal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        Total.setup_context(ctx, inputs, None)
-        loss, *ctx.written = _total(*inputs, ctx.needs_input_grad[:2])
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        coefficient: Tensor | None,
+        scale: float,
+        problem: Problem,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        Total.setup_context(ctx, (input, target, coefficient, scale, problem, dtype), None)
+        want = ctx.needs_input_grad[:2]
+        loss, *ctx.written = _total(input, target, coefficient, scale, problem, dtype, want)
         return loss
 
     @staticmethod
@@ -378,8 +390,17 @@ class InPlaceTotal(torch.autograd.Function):
     """EagerTotal whose gradient takes the place of the input's logits: there is one backward, and none of it."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, target: Tensor, *arguments: Any) -> Tensor:
-        loss, *ctx.written = _total(input, target, *arguments, ctx.needs_input_grad[:2], inplace=True)
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        coefficient: Tensor | None,
+        scale: float,
+        problem: Problem,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        want = ctx.needs_input_grad[:2]
+        loss, *ctx.written = _total(input, target, coefficient, scale, problem, dtype, want, inplace=True)
         # Whoever saved the logits, and this Function's own callers, are told by autograd that they are gone.
         torch.autograd.graph.increment_version(input)
         return loss

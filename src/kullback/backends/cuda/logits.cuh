@@ -480,6 +480,7 @@ INLINE double rounding_of(float top, float scale)
 
 /* log(y / x); exchanging them changes the sign and not a bit */
 INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
+INLINE double log_quotient_of(double y, double x) { return y < x ? -log(x / y) : log(y / x); }
 
 /* log-normaliser of y less that of x, as floats found it */
 INLINE double shift_of(const Arguments &a, const Survey &survey, bool usual)
@@ -663,8 +664,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     }
     const bool usual = vocabulary != GUARDED;
     if (vocabulary == CLOSE)
-        correction = (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
-            + log(known[3ll * a.rows] / known[a.rows]) - shift_of(a, survey, usual);
+        correction = known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey, usual);
 #else
     const bool usual = normalize(a, share, ring, team, survey);
 #if HAS_APART
@@ -691,9 +691,10 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
 #pragma unroll 1
             for (bool again = true; again;) {
                 sums = summed<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
-                again = correction == 0 && agreed(fabsf(sums.excess * sums.d_log_q) > 1e-6f * fabsf(sums.term)) && is_number(sums);
+                const float wrong = fabsf(sums.excess) * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
+                again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term)) && is_number(sums);
                 if (again)
-                    correction = -log1p((double)sums.excess);
+                    correction = -(double)sums.excess;
             }
             if (is_number(sums))
                 vocabulary = CLOSE;
@@ -703,12 +704,18 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     if (vocabulary == GUARDED)
         sums = summed<GUARDED>(a, share, ring, team, survey, usual, correction, parameters);
     if (!WANT_GRADIENT && a.state && team.lane == 0 && team.rank == 0) { /* now, so that nothing of it is kept any longer */
-        a.state[r] = (double)survey.x_top * (double)a.input_scale;
-        a.state[a.rows + r] = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
-        a.state[2ll * a.rows + r] = (double)survey.y_top * (double)a.target_scale;
-        a.state[3ll * a.rows + r] = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
-        if (vocabulary == CLOSE) /* so that its quotient with x's is the shift that was used */
-            a.state[3ll * a.rows + r] = a.state[a.rows + r] * exp(shift_of(a, survey, usual) + correction - (a.state[2ll * a.rows + r] - a.state[r]));
+        const double x_top = (double)survey.x_top * (double)a.input_scale, y_top = (double)survey.y_top * (double)a.target_scale;
+        double x_total = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
+        double y_total = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
+        if (vocabulary == CLOSE) { /* half each: so that their quotient is the shift that was used, whichever is which */
+            const double half = 0.5 * (shift_of(a, survey, usual) + correction - (y_top - x_top) - log_quotient_of(y_total, x_total));
+            x_total *= exp(-half);
+            y_total *= exp(half);
+        }
+        a.state[r] = x_top;
+        a.state[a.rows + r] = x_total;
+        a.state[2ll * a.rows + r] = y_top;
+        a.state[3ll * a.rows + r] = y_total;
         a.state[4ll * a.rows + r] = sums.term;
         a.state[5ll * a.rows + r] = sums.d_log_p;
         a.state[6ll * a.rows + r] = sums.d_log_q;
