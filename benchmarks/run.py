@@ -46,7 +46,9 @@ def host(device: str) -> list[dict]:
         student = x.clone().requires_grad_()
         entry = {"rows": rows, "vocab": vocab}
         zero, gradient = x.new_zeros(()), torch.zeros_like(x)
+        logits = x.log()
         for name, loss in (
+            ("kullback, logits", lambda a, b, logits=logits: kullback.divergence(a, logits)),
             ("nothing", lambda a, b, zero=zero, gradient=gradient: Nothing.apply(a, zero, gradient)),
             ("kullback", lambda a, b: kullback.kl_div(a, b, "batchmean", form="probs")),
             ("eager", lambda a, b: torch.nn.functional.kl_div(a.log(), b, reduction="batchmean")),
@@ -99,7 +101,7 @@ def first_use() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--only", choices=["host", "cases"], help="one part")
+    parser.add_argument("--only", choices=["host", "cases", "logits"], help="one part")
     parser.add_argument("--path", choices=["cuda", "c", "torch"], help="force a path")
     parser.add_argument("--tag", default="", help="appended to the file names")
     arguments = parser.parse_args()
@@ -111,7 +113,7 @@ def main() -> None:
         (arguments.out / f"{name}{arguments.tag}.json").write_text(json.dumps(data, indent=1) + "\n")
 
     with forced:
-        if arguments.only != "cases":
+        if arguments.only not in ("cases", "logits"):
             result = {"host": host(device), "first_use": first_use(), "provenance": bench.provenance(device)}
             save("host", result)
             for entry in result["host"]:
@@ -119,15 +121,19 @@ def main() -> None:
             print("first use", {k: round(v, 3) for k, v in result["first_use"].items()}, flush=True)
         if arguments.only == "host":
             return
+        listed = [(*case, True) for case in (cases.GPU if device == "cuda" else cases.CPU)]
+        if device == "cuda" and arguments.only != "cases":
+            logits = [(rows, vocab, dtype, "logits", kind, rivals) for rows, vocab, dtype, kind, rivals in cases.LOGITS]
+            listed = logits if arguments.only == "logits" else listed + logits
         results = []
-        for rows, vocab, dtype, form, kind in cases.GPU if device == "cuda" else cases.CPU:
+        for rows, vocab, dtype, form, kind, rivals in listed:
             torch._dynamo.reset()
             repeats = 20 if device == "cuda" else 7
-            result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None)
+            result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None, rivals)
             results.append(result)
-            save("cases", results)
+            save("logits" if arguments.only == "logits" else "cases", results)
             times = {
-                f"{e['name']} {'fwd' if e['task'] == 'forward' else 'fwd+grad'}": round(e["seconds"] * 1e3, 3)
+                f"{e['name']} {e['task']}": (round(e["seconds"] * 1e3, 3), round(e["of_ceiling"], 3))
                 for e in result["results"]
                 if "seconds" in e
             }

@@ -109,21 +109,26 @@ LOGITS_MODES = {
     "both gradients of streamed rows": (262144, False, False, True, BOTH),
     "gradients of known rows": (128256, False, True, False, BOTH),
     "total and both gradients": (50257, True, False, True, BOTH),
+    "capped, total and both gradients": (32000, True, False, True, BOTH),
+    "capped short rows": (1000, False, False, True, BOTH),
 }
 LOGITS_PAIRS = [("logits", "logits"), ("logits", "probs"), ("log_probs", "logits")]
 
 
 def logits_variant(kind, form, target_form, dtype, mode):
     vocab, fits, known, want_sum, want = LOGITS_MODES[mode]
-    shape = plan.logits(vocab, dtype, dtype, known, fits).shape
+    shape = plan.logits(vocab, dtype, dtype, all(want), known, fits).shape
     assert shape.resident == fits
-    return logits.Variant(kind, form, target_form, dtype, dtype, torch.float64, torch.float32, want_sum, want, shape)
+    capped = ("capped" in mode,) * 2
+    return logits.Variant(
+        kind, form, target_form, dtype, dtype, torch.float64, torch.float32, want_sum, want, capped, shape
+    )
 
 
 def quick_logits():
     """Every kind in every mode on sm_90a; a covering choice of the rest."""
     for kind, mode in itertools.product(DIVERGENCES, LOGITS_MODES):
-        if mode != "rows" or kind in ("kl", "jensen_shannon"):
+        if not (mode == "rows" or "capped" in mode) or kind in ("kl", "jensen_shannon", "renyi"):
             yield "sm_90a", kind, "logits", "logits", torch.bfloat16, mode
     for arch, mode in itertools.product(ARCHITECTURES, LOGITS_MODES):
         resident = LOGITS_MODES[mode][1]
@@ -160,7 +165,7 @@ def test_a_spill_is_an_error():
 @pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
 def test_rows_on_chip_fit(vocab, dtype):
     """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
-    layout = plan.logits(vocab, dtype, dtype, False, True)
+    layout = plan.logits(vocab, dtype, dtype, False, False, True)
     if not layout.shape.resident:
         assert vocab <= 2048 or vocab * dtype.itemsize * 2 / plan.MAX_CLUSTER > 190 << 10
         return

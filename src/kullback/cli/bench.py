@@ -74,10 +74,15 @@ def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
 
     yield "eager", eager
     yield "torch.compile", torch.compile(eager)
-    if kind == "kl" and form == "log_probs" and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers import LigerKLDIVLoss  # type: ignore[import-not-found]
+    if form != "probs" and kind in ("kl", "jensen_shannon") and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss  # type: ignore[import-not-found]
 
-        yield "liger", LigerKLDIVLoss(reduction="batchmean", log_target=True)
+        liger = LigerKLDIVLoss(reduction="batchmean", log_target=True) if kind == "kl" else LigerJSD(beta=0.5)
+
+        def from_logits(x: Tensor, y: Tensor) -> Tensor:
+            return liger(x.log_softmax(-1), y.log_softmax(-1))  # type: ignore[no-any-return]
+
+        yield "liger", from_logits if form == "logits" else liger
 
 
 class Clock:
@@ -134,6 +139,10 @@ def ceiling(x: Tensor, y: Tensor, clock: Clock) -> float:
     return clock.seconds(lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
 
 
+# and over how many tensors each has to pass; the last two are asked of kullback alone, from logits
+TASKS = {"forward": 2, "forward + gradient": 3, "forward + both gradients": 4, "each row, then its gradient": 5}
+
+
 def bench(
     rows: int,
     vocab: int,
@@ -143,6 +152,7 @@ def bench(
     device: str,
     repeats: int,
     progress: Callable[[str], None],
+    rivals: bool = True,
 ) -> dict[str, Any]:
     """Everything about one case, as plain data."""
     wanted, rows = rows, fitting_rows(rows, vocab, DTYPES[dtype], device)
@@ -155,21 +165,26 @@ def bench(
     progress("ceiling")
     floor = ceiling(x, y, clock)
     bytes_read = (x.numel() + y.numel()) * x.itemsize
-    # A fused pass with a gradient also writes one tensor; a copy's bandwidth is close to a read's.
-    floors = {"forward": floor, "forward + gradient": floor * 1.5}
+    out = torch.empty_like(x)
+    copy = clock.seconds(functools.partial(out.copy_, x))
+    del out
+    # A pass over a tensor: as a read's, or where most of the work is measured against it, as half a copy's
+    a_pass = copy / 2 if form == "logits" else floor / 2
     entries: list[dict[str, Any]] = []
     for name, loss in contestants(kind, form):
-        for task in floors:
+        if name != "kullback" and not rivals:
+            break
+        for task in list(TASKS)[: 4 if (name, form) == ("kullback", "logits") else 2]:
             progress(f"{name}, {task}")
             entry: dict[str, Any] = {"name": name, "task": task}
             try:
-                entry |= _measure(loss, x, y, task == "forward", truth.mean(), clock)
+                entry |= _measure(loss, x, y, task, truth.mean(), clock)
             except Exception as error:  # a rival's failure is a result too
                 if name == "kullback":
                     raise
                 entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             else:
-                entry["of_ceiling"] = floors[task] / entry["seconds"]
+                entry["of_ceiling"] = TASKS[task] * a_pass / entry["seconds"]
                 if name == "kullback" and task == "forward":
                     entry["ran_on"] = kullback.backend_info().name
             entries.append(entry)
@@ -182,6 +197,8 @@ def bench(
         "rows_asked": wanted,
         "read_seconds": floor,
         "read_terabytes_a_second": bytes_read / floor / 1e12,
+        "copy_seconds": copy,
+        "copy_terabytes_a_second": 2 * x.numel() * x.itemsize / copy / 1e12,
         "value": truth.mean().item(),
         "worst_row_error": row_error,
         "results": entries,
@@ -189,20 +206,26 @@ def bench(
     }
 
 
-def _measure(loss: Loss, x: Tensor, y: Tensor, forward_only: bool, truth: Tensor, clock: Clock) -> dict[str, Any]:
-    if forward_only:
+def _measure(
+    loss: Callable[..., Tensor], x: Tensor, y: Tensor, task: str, truth: Tensor, clock: Clock
+) -> dict[str, Any]:
+    if task == "forward":
         run = lambda: loss(x, y)
-        value = run()
     else:
-        student = x.detach().requires_grad_()
+        student, teacher = x.detach().requires_grad_(), y.detach().requires_grad_(task == "forward + both gradients")
+        upstream = torch.rand(x.shape[:-1], device=x.device)
 
         def run() -> Tensor:
-            student.grad = None
-            result = loss(student, y)
+            student.grad = teacher.grad = None
+            if task == "each row, then its gradient":
+                losses = loss(student, teacher, reduction="none")
+                losses.backward(upstream)
+                return losses.detach().mean()
+            result = loss(student, teacher)
             result.backward()
             return result.detach()
 
-        value = run()
+    value = run()
     error = abs(value.double().item() - truth.item()) / max(abs(truth.item()), 1e-30)
     return {"seconds": clock.seconds(run), "error": error, "peak_bytes": clock.peak(run)}
 

@@ -98,7 +98,8 @@ struct Arguments {
     float input_scale, target_scale; /* 1 / temperature */
     float input_cap, target_cap;
     float exponent;                  /* of the overlap that a survey sums */
-    int slots, slot_vectors, share; /* of the ring; vectors of a slot, of a block's share of a row */
+    int slots, slot_vectors, share, pieces; /* of the ring; vectors of a slot, of a block's share of a row; slots that it takes */
+    int mail, barriers;                     /* offsets */
 };
 
 /* What an element of the input counts as, and of the target */
@@ -290,6 +291,8 @@ struct Ring {
     INLINE unsigned long long *arrived(int mailbox) const { return barrier(2 * count + mailbox); }
 };
 
+__shared__ double results[GROUPS]; /* each of its group's first thread */
+
 struct Team { /* the threads that share a row */
     int lane, group;
     unsigned rank, size; /* of the block in the cluster */
@@ -378,7 +381,7 @@ INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
 
 /* Calls f(x vector, y vector, its index in the row) for this thread's vectors. FIRST: they may still be on their way;
    LAST: the row is not read again. */
-template <bool FIRST, bool LAST, int UNROLL = 2, typename F> INLINE void each_vector(const Share &share, const Ring &ring, const Team &team, F f)
+template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share &share, const Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
@@ -390,7 +393,7 @@ template <bool FIRST, bool LAST, int UNROLL = 2, typename F> INLINE void each_ve
         }
         const X *x = slot.x();
         const Y *y = slot.y();
-#pragma unroll UNROLL
+#pragma unroll 1
         for (int v = team.lane; v < count; v += LANES)
             f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v);
         if (LAST)
@@ -399,7 +402,7 @@ template <bool FIRST, bool LAST, int UNROLL = 2, typename F> INLINE void each_ve
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
-#pragma unroll UNROLL
+#pragma unroll 1
     for (int v = team.lane; v < share.vectors; v += LANES)
         f(load(x + v * WIDTH), load(y + v * WIDTH), v);
 #endif
@@ -492,7 +495,7 @@ INLINE double shift_of(const Arguments &a, const Survey &survey, bool usual)
 
 /* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
    not. A mass of `k_` is exp((x - top)·scale) / total; one of the others has the rounding in it, as a usual total. */
-template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual, double correction)
+template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums, bool usual, float correction)
 {
     Row row;
     row.input_scale = a.input_scale;
@@ -513,6 +516,33 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     return row;
 }
 
+template <typename T> INLINE void exchange_halves(Packed<T> &values)
+{
+    enum { WORDS = sizeof(Packed<T>) / sizeof(unsigned) };
+    unsigned *word = (unsigned *)&values;
+#pragma unroll
+    for (int i = 0; i < WORDS / 2; i++) {
+        const unsigned kept = word[i];
+        word[i] = word[i + WORDS / 2];
+        word[i + WORDS / 2] = kept;
+    }
+}
+
+/* Calls f(k) for the elements of vectors. Of the long formulas half of them at a time, the vectors being turned round
+   between: all at once would not fit the registers. */
+template <int VOCABULARY, typename F, typename... VECTORS> INLINE void each_of(F f, VECTORS &...vectors)
+{
+    enum { PARTS = VOCABULARY == APART ? 1 : 2 };
+#pragma unroll 1
+    for (int part = 0; part < PARTS; part++) {
+#pragma unroll
+        for (int k = 0; k < WIDTH / PARTS; k++)
+            f(k);
+        if (PARTS == 2)
+            (exchange_halves(vectors), ...);
+    }
+}
+
 template <int VOCABULARY> INLINE Element element(float x, float y, const Row &row, Parameters parameters)
 {
 #if HAS_APART
@@ -525,7 +555,7 @@ template <int VOCABULARY> INLINE Element element(float x, float y, const Row &ro
 }
 
 template <int VOCABULARY>
-INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, double correction,
+INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, float correction,
                    Parameters parameters)
 {
     Sums sums;
@@ -541,10 +571,8 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
     } else {
-        each_vector<false, false, VOCABULARY == APART && IS_SURVEYED ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++)
-                add(at(x, k), at(y, k));
+        each_vector<false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int) {
+            each_of<VOCABULARY>([&](int k) { add(at(x, k), at(y, k)); }, x, y);
         });
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
@@ -555,7 +583,7 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
 
 template <int VOCABULARY>
 INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                            bool usual, double correction, Parameters parameters, float upstream)
+                            bool usual, float correction, Parameters parameters, float upstream)
 {
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const float input_upstream = INPUT_IS_LOGITS ? upstream * a.input_scale : upstream;
@@ -579,12 +607,10 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         each_element<true>(share, ring, team, one);
         return;
     }
-    each_vector<false, true, VOCABULARY == APART && IS_SURVEYED ? 2 : 1>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
+    each_vector<false, true>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v) {
         Packed<X> input;
         Packed<Y> target;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            differentiate(at(x, k), at(y, k), input.element[k], target.element[k]);
+        each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
         const int i = share.head + v * WIDTH;
         if (WANT_INPUT)
             store(share.input_gradient() + i, input);
@@ -637,13 +663,13 @@ template <typename F> INLINE void each_row(const Arguments &a, int group, F f)
     }
 }
 
-INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, double weight, Parameters parameters, double *result)
+INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, double weight, Parameters parameters)
 {
     const Share share = share_of(a, r, team.rank);
     Survey survey;
     Sums sums;
     int vocabulary = GUARDED;
-    double correction = 0; /* of the shift between the norms */
+    float correction = 0; /* of the shift between the norms */
     const auto is_apart = [&] { /* what is left of 1 - overlap is in both partial derivatives */
         const float least = HAS_OVERLAP ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
         return agreed(least > LEAST_APART) && is_number(sums);
@@ -664,7 +690,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     }
     const bool usual = vocabulary != GUARDED;
     if (vocabulary == CLOSE)
-        correction = known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey, usual);
+        correction = (float)(known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey, usual));
 #else
     const bool usual = normalize(a, share, ring, team, survey);
 #if HAS_APART
@@ -694,7 +720,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
                 const float wrong = fabsf(sums.excess) * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
                 again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term)) && is_number(sums);
                 if (again)
-                    correction = -(double)sums.excess;
+                    correction = -sums.excess;
             }
             if (is_number(sums))
                 vocabulary = CLOSE;
@@ -722,6 +748,12 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     }
 #endif
     const Finish done = finish(sums.term, parameters);
+    if (team.lane == 0 && team.rank == 0) {
+        const double loss = weight * done.loss;
+        results[team.group] += loss;
+        if (a.losses)
+            a.losses[r] = rounded<LOSS>((real)loss);
+    }
     if (WANT_GRADIENT) {
         const float upstream = (float)(weight * a.scale * done.slope);
         if (vocabulary == APART)
@@ -732,12 +764,6 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
             write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
     } else {
         release_row(share, ring, team);
-    }
-    if (team.lane == 0 && team.rank == 0) {
-        const double loss = weight * done.loss;
-        *result += loss;
-        if (a.losses)
-            a.losses[r] = rounded<LOSS>((real)loss);
     }
 }
 
@@ -764,21 +790,21 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                 const double *known_state, double *state, LOSS *losses, LOSS *total, double *partial, unsigned *ticket,
                 long long rows, long long vocab, long long x_stride, long long y_stride, long long input_gradient_stride,
                 long long target_gradient_stride, double scale, double input_scale, double target_scale, double input_cap,
-                double target_cap, double parameter, long long slots, long long slot_vectors, long long share)
+                double target_cap, double parameter, long long slots, long long slot_vectors, long long share,
+                long long pieces, long long mail, long long barriers)
 {
     Parameters parameters;
     *(real *)&parameters = (real)parameter;
     Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
                           (unsigned)rows, (unsigned)vocab, x_stride, y_stride, input_gradient_stride, target_gradient_stride, scale, (float)input_scale, (float)target_scale,
                     (float)input_cap, (float)target_cap, 0,
-                          (int)slots, (int)slot_vectors, (int)share };
+                          (int)slots, (int)slot_vectors, (int)share, (int)pieces, (int)mail, (int)barriers };
 #if IS_SURVEYED
     a.exponent = overlap_exponent(parameters);
 #endif
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
     Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * MAILBOXES * WARPS * LETTER_BYTES };
     Ring ring = {};
-    __shared__ double results[GROUPS]; /* each of its group's first thread */
     if (team.lane == 0 && group < GROUPS)
         results[group] = 0;
 #if RESIDENT
@@ -786,11 +812,9 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     team.size = cluster_size();
     ring.count = a.slots;
     ring.vectors = a.slot_vectors;
-    ring.pieces = (a.share + a.slot_vectors - 1) / a.slot_vectors;
-    const int letters = MAILBOXES * (int)team.size * WARPS * LETTER_BYTES;
-    const int mail = a.slots * a.slot_vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>));
-    team.mail = mail + group * letters;
-    ring.barriers = mail + GROUPS * letters;
+    ring.pieces = a.pieces;
+    team.mail = a.mail + group * MAILBOXES * (int)team.size * WARPS * LETTER_BYTES;
+    ring.barriers = a.barriers;
     if (threadIdx.x == 0) /* full and arrived: the one that says what to expect; empty: each warp that has read */
         for (int i = 0; i < 2 * a.slots + GROUPS * MAILBOXES; i++)
             initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
@@ -821,7 +845,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                 return;
             }
             if (turn % GROUPS == (unsigned)group)
-                one_row(a, ring, team, r, weight, parameters, results + group);
+                one_row(a, ring, team, r, weight, parameters);
             ring.advance(ring.pieces);
         });
     }
@@ -830,7 +854,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
         if (!is_read)
             clear(a, team, r);
         else
-            one_row(a, ring, team, r, weight, parameters, results + group);
+            one_row(a, ring, team, r, weight, parameters);
     });
 #endif
 #if RESIDENT

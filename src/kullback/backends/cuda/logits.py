@@ -93,9 +93,10 @@ def run(
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
     fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
-    launcher, ring = _launcher(
+    placed = plan.logits(vocab, x.dtype, y.dtype, None not in gradients, known_state is not None, fits)
+    launcher = _launcher(
         index,
-        plan.logits(vocab, x.dtype, y.dtype, known_state is not None, fits),
+        placed,
         problem.kind,
         problem.form,
         problem.target_form,
@@ -124,24 +125,20 @@ def run(
         1 / target_temperature,
         *problem.caps,
         problem.parameter,
-        ring.slots,
-        ring.slot_vectors,
-        ring.share,
+        placed.slots,
+        placed.slot_vectors,
+        placed.share,
+        placed.pieces,
+        placed.mail,
+        placed.barriers,
     )
 
 
 @functools.cache
-def _launcher(index: int, placed: plan.Layout, *fields: Any) -> tuple[Launcher, plan.Layout]:
+def _launcher(index: int, placed: plan.Layout, *fields: Any) -> Launcher:
     shape = placed.shape
-    launcher = Launcher(
-        source(Variant(*(*fields, shape))),
-        "kullback_logits",
-        index,
-        shape.threads,
-        placed.cluster,
-        placed.shared,
-    )
-    return launcher, placed
+    code = source(Variant(*(*fields, shape)))
+    return Launcher(code, "kullback_logits", index, shape.threads, placed.cluster, placed.shared)
 
 
 @functools.cache

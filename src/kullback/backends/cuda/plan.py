@@ -98,6 +98,9 @@ class Layout:
     slots: int = 0  # of the ring
     slot_vectors: int = 0  # of each tensor, in a slot
     share: int = 0  # vectors of a row in a block, at most
+    pieces: int = 0  # slots that they take
+    mail: int = 0  # offset of it in shared memory, behind the slots
+    barriers: int = 0  # and of these, behind the mail
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
@@ -111,15 +114,16 @@ MAX_CLUSTER = 8  # the largest that every device admits
 
 # Threads that share a row and rows that a block has in hand, where a short share is to be had for many rows, and where
 # a row takes all the ring. With the two warps that fetch, 16 warps leave a thread 128 registers, 17 leave it 96.
-TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2))
+TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+MANY_REGISTERS = 15 * 32  # threads of teams, at most, that leave room for a second gradient
 
 
 @functools.cache
-def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool) -> Layout:
+def logits(vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, fits: bool) -> Layout:
     """The layout for rows of so many logits.
 
-    `known`: whether only gradients are wanted, of rows whose states are known; `fits`: whether the device and the
-    tensors admit rows on chip.
+    `both`: whether both gradients are wanted; `known`: whether only gradients, of rows whose states are known; `fits`:
+    whether the device and the tensors admit rows on chip.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -127,17 +131,20 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, known: bool, fits: bool) 
     vectors = vocab // per_vector
     for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
         share = math.ceil(vectors / cluster)
-        for lanes, groups in TEAMS:
+        for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
             slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
-            slot_bytes = slot_vectors * vector_bytes + 2 * BARRIER_BYTES
-            mail = groups * MAILBOXES * (LETTER_BYTES * cluster * lanes // 32 + BARRIER_BYTES)
-            slots = (SHARED - mail - STATIC_BYTES) // slot_bytes
+            slot_bytes = slot_vectors * vector_bytes
+            mail = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
+            free = SHARED - STATIC_BYTES - mail - groups * MAILBOXES * BARRIER_BYTES
+            slots = free // (slot_bytes + 2 * BARRIER_BYTES)
             pieces = math.ceil(share / slot_vectors)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
                 shape = LogitsShape(False, True, lanes, groups, per_vector, 1)
-                return Layout(shape, cluster, slots, slot_vectors, share, slots * slot_bytes + mail)
+                barriers = slots * slot_bytes + mail
+                shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
+                return Layout(shape, cluster, slots, slot_vectors, share, pieces, slots * slot_bytes, barriers, shared)
     lanes, groups = (32, 8) if short else (256, 1)
-    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 3 if short else 2), share=vectors)
+    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 3 if short and not both else 2), share=vectors)
