@@ -112,7 +112,7 @@ LOGITS_MODES = {
     "capped, total and both gradients": (32000, True, False, True, BOTH),
     "capped short rows": (1000, False, False, True, BOTH),
 }
-LOGITS_PAIRS = [("logits", "logits"), ("logits", "probs"), ("log_probs", "logits")]
+MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
 
 
 def logits_variant(kind, form, target_form, dtype, mode):
@@ -134,7 +134,7 @@ def quick_logits():
         resident = LOGITS_MODES[mode][1]
         if not resident or arch in ("sm_90a", "sm_100a"):
             yield arch, "jensen_shannon", "logits", "logits", torch.float32, mode
-    for pair in LOGITS_PAIRS[1:]:
+    for pair in MIXED_PAIRS:
         yield "sm_90a", "alpha", *pair, torch.float16, "total and both gradients"
 
 

@@ -29,6 +29,7 @@ from kullback.formula import (
     near,
     part_of,
     ratio_or_zero,
+    small_gap,
     sqrt,
     where,
 )
@@ -76,7 +77,7 @@ class Moments(NamedTuple):
 def kl(x: Pair) -> Element:
     """Σ p log(p/q)"""
     if x.centred:  # p·(ratio + e^-ratio - 1) = p·ratio + excess
-        term = near(x.ratio, 0.5, x.p * gap(x.ratio), mass_times(x.p, x.ratio) + x.excess)
+        term = near(x.ratio, 0.5, x.p * small_gap(x.ratio), mass_times(x.p, x.ratio) + x.excess)
         return Element(term, mass_times(x.p, x.ratio), x.excess)
     term = mass_times(x.p, x.ratio)
     return Element(term, term + x.p, -x.p)

@@ -14,7 +14,6 @@ from kullback.formula import (
     Value,
     absolute,
     exp,
-    expm1,
     log,
     log_difference,
     log_quotient,
@@ -22,6 +21,7 @@ from kullback.formula import (
     logit_mass,
     near,
     ratio_or_zero,
+    small_expm1,
     where,
 )
 
@@ -92,7 +92,7 @@ def pair(form: str, target_form: str, x: Value, y: Value, norm: Norm, target_nor
         ratio = log_difference(FORMS[target_form].log_mass(y, target_norm), FORMS[form].log_mass(x, norm))
     # p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf. Of the larger, so that
     # exchanging them changes the sign and not a bit.
-    less = expm1(-absolute(ratio))
+    less = small_expm1(-absolute(ratio))
     excess = near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
     centred = FORMS[form].normalised and FORMS[target_form].normalised
     return Pair(p, q, ratio, excess, centred)

@@ -160,6 +160,16 @@ def gap(d: Value) -> Value:
     return _apply("gap", d)
 
 
+def small_gap(d: Value) -> Value:
+    """The same where |d| < 1/2 is known: no exponential."""
+    return _apply("small_gap", d)
+
+
+def small_expm1(x: Value) -> Value:
+    """exp(x) - 1 where |x| <= 1/2 is known: no exponential."""
+    return _apply("small_expm1", x)
+
+
 def bregman(z: Value) -> Value:
     """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
     return _apply("bregman", z)
@@ -278,6 +288,8 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "log_difference": _log_difference,
     "logit_difference": _logit_difference,
     "gap": _gap,
+    "small_gap": _gap,
+    "small_expm1": torch.expm1,
     "bregman": _bregman,
 }
 

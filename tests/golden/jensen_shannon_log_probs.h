@@ -3,7 +3,7 @@
 #define FINISH_IS_IDENTITY 1
 typedef struct { real input_scale, input_top, input_inverse_total, input_log_total, input_sum_gradient, target_scale, target_top, target_inverse_total, target_log_total, target_sum_gradient, shift_high, shift_low; } Row;
 typedef struct { real weight; } Parameters;
-typedef struct { real term, d_log_p, d_log_q, input, target; } Element;
+typedef struct { real term, d_log_p, d_log_q, input, target, excess; } Element;
 typedef struct { double loss, slope; } Finish;
 
 INLINE Element k_element(real x, real y, Row row, Parameters parameters)
@@ -17,7 +17,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v6 = k_log_difference(y, x);
     const real v8 = k_abs(v6);
     const real v9 = -v8;
-    const real v10 = k_expm1(v9);
+    const real v10 = k_small_expm1(v9);
     const real v11 = v3 * v10;
     const real v12 = -v11;
     const real v13 = v0 * v10;
@@ -51,7 +51,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v44 = k_near(v27, (real)0.25, v41, v43);
     const real v45 = k_mass_times(v3, v44);
     const real v46 = v2 * v45;
-    Element result = { v31, v40, v46, v46, v40 };
+    Element result = { v31, v40, v46, v46, v40, v16 };
     return result;
 }
 

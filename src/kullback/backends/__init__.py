@@ -66,17 +66,14 @@ def backend(name: str) -> Iterator[None]:
 def scale_(gradient: Tensor, factor: Tensor) -> None:
     """gradient *= factor; a factor of 1 costs no pass over it, and none is read on the host but a CPU's own."""
     device = gradient.device
-    if device.type == "cpu":
-        if factor.item() != 1:
-            gradient.mul_(factor)
-    elif (
+    if (
         device.type == "cuda"
         and _forced in (None, "cuda")
         and "cuda" not in _broken
         and not cuda.unavailable(device.index)
     ):
         cuda.scale_(gradient, factor)
-    else:
+    elif device.type != "cpu" or factor.item() != 1:
         gradient.mul_(factor)
 
 

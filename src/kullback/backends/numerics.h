@@ -72,14 +72,19 @@ INLINE real k_part_of(real x, real whole)
 #define K_BREGMAN_TERMS 8
 #endif
 
-INLINE real k_gap(real d)
+INLINE real gap_series(real d)
 {
     const real series[] = K_GAP_SERIES;
     real sum = series[K_GAP_TERMS - 1];
     K_UNROLL
     for (int k = K_GAP_TERMS - 2; k >= 0; k--)
         sum = sum * d + series[k];
-    const real near = d * d * sum, far = d + (k_exp(-d) - 1);
+    return d * d * sum;
+}
+
+INLINE real k_gap(real d)
+{
+    const real near = gap_series(d), far = d + (k_exp(-d) - 1);
     return k_abs(d) < (real)0.5 ? near : far;
 }
 
@@ -121,6 +126,8 @@ INLINE real k_bregman(real z)
 #define tame_sqrt k_sqrt
 #define tame_expm1 k_expm1
 #define tame_gap k_gap
+#define tame_small_gap k_small_gap
+#define tame_small_expm1 k_small_expm1
 #define tame_logit_difference k_logit_difference
 
 INLINE real tame_mass_times(real mass, real x) { return mass * x; }

@@ -69,9 +69,12 @@ INLINE real k_exp(real x)
     return x == x ? result : x;
 }
 
+#define k_small_gap gap_series
+INLINE real k_small_expm1(real x) { return exp_series(x) * (x * x) + x; }
+
 INLINE real k_expm1(real x)
 {
-    const real near = exp_series(x) * (x * x) + x, far = k_exp(x) - 1;
+    const real near = k_small_expm1(x), far = k_exp(x) - 1;
     return k_abs(x) < (real)0.3466 ? near : far;
 }
 

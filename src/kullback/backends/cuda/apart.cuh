@@ -7,6 +7,8 @@
 
 #define apart_abs k_abs
 #define apart_gap k_gap
+#define apart_small_gap k_gap
+#define apart_small_expm1 apart_expm1
 #define apart_bregman k_bregman
 #define apart_log1p k_log1p
 
@@ -23,8 +25,7 @@ INLINE real product(real x, real y) { return __fmul_rn(x, y); }
 /* What logits are multiplied by, to be exponents of 2 */
 INLINE real binary(real scale) { return product(scale, 1.44269504f); }
 
-/* Any number may stand for the row's top where it stands for it everywhere: the rounding of top · scale is in the
-   row's total too. */
+/* The rounding of top · scale is in the row's total too. */
 INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
 {
     return power_of_2(fmaf(x, binary(scale), -product(top, binary(scale)))) * inverse_total;
@@ -46,7 +47,6 @@ INLINE real apart_exp(real x) { return power_of_2(x * 1.44269504f); }
 INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
 INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL); }
 INLINE real apart_mass_times(real mass, real x) { return mass * x; }
-INLINE real apart_log_difference(real log_p, real log_q) { return log_p - log_q; }
 INLINE real apart_ratio_or_zero(real x, real y) { return tame_ratio_or_zero(x, y > 1e-37f ? y : 1e-37f); }
 INLINE real apart_part_of(real x, real whole) { return apart_ratio_or_zero(x, whole); }
 INLINE real apart_log_quotient(real p, real q) { return apart_log(apart_ratio_or_zero(p, q)); }
@@ -67,7 +67,6 @@ INLINE real apart_sqrt(real x)
 #define close_log apart_log
 #define close_sqrt apart_sqrt
 #define close_mass_times apart_mass_times
-#define close_log_difference apart_log_difference
 #define close_ratio_or_zero apart_ratio_or_zero
 #define close_part_of apart_part_of
 #define close_log_quotient apart_log_quotient
@@ -88,6 +87,9 @@ INLINE real close_gap(real d)
         sum = sum * d + series[k];
     return k_abs(d) < 0.5f ? d * d * sum : d + (apart_exp(-d) - 1);
 }
+
+#define close_small_gap close_gap
+#define close_small_expm1 close_expm1
 
 INLINE real close_expm1(real x)
 {

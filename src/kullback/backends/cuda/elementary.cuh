@@ -38,3 +38,7 @@ INLINE real k_log_quotient(real p, real q)
         return tame_log_quotient(p, q);
     return p == 0 && q == 0 ? (real)0 : k_log(p) - k_log(q);
 }
+
+/* Only C saves something by them: it computes both branches of a selection, and here a compiler sees what is left. */
+#define k_small_gap k_gap
+#define k_small_expm1 k_expm1

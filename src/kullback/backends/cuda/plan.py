@@ -34,6 +34,11 @@ class Shape:
         }
 
 
+def width(x: torch.dtype, y: torch.dtype) -> int:
+    """Elements of a 16-byte access to the narrower type."""
+    return VECTOR_BYTES // min(x.itemsize, y.itemsize)
+
+
 def lanes(vocab: int) -> int:
     """Threads for a row: about enough that each has a vector or two to read."""
     for limit, count in ((1, 1), (64, 8), (2048, 32)):
@@ -44,7 +49,6 @@ def lanes(vocab: int) -> int:
 
 def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int) -> Shape:
     """The launch shape of a kernel that writes so many gradients, `lanes` threads a row."""
-    width = VECTOR_BYTES // min(x.itemsize, y.itemsize)
     # Measured on an H200 (benchmarks/tune.py): four reads of each tensor in flight a thread and four
     # blocks reach the read ceiling; where gradients are written too, one vector at a time is best.
     doubles = torch.float64 in (x, y)
@@ -52,12 +56,7 @@ def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int
     # What four blocks leave a thread (64 registers) holds one gradient; a row's own finish, a second
     # gradient or float64 would spill.
     min_blocks = 4 if flat and gradients < 2 and not doubles else 2
-    return Shape(flat, lanes, width, unroll, min_blocks)
-
-
-def width(x: torch.dtype, y: torch.dtype) -> int:
-    """Elements of a 16-byte access to the narrower type."""
-    return VECTOR_BYTES // min(x.itemsize, y.itemsize)
+    return Shape(flat, lanes, width(x, y), unroll, min_blocks)
 
 
 @dataclass(frozen=True)
