@@ -10,6 +10,7 @@
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
    WIDTH, MIN_BLOCKS                elements of a 16-byte access; blocks of a multiprocessor
+   MAILBOXES, LETTER_BYTES          for what warps tell one another of a row: of each group; at most, each
 
    A resident row is spread over the blocks of a cluster. In each, one more warp fetches pieces of rows into a ring
    of slots in shared memory, by bulk copies, as far ahead as the ring allows. The groups take rows in turn: while
