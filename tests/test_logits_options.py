@@ -141,6 +141,9 @@ def test_in_place_where_it_is_unsafe(path, device, generator):
     cases = [
         ("reduction", lambda: run(leaf * 1, reduction="none")),
         ("leaf", lambda: run(leaf)),
+        ("overwrite a leaf", lambda: run(leaf.view(-1, 20), y.view(-1, 20))),
+        ("for logits", lambda: run((leaf * 1).softmax(-1), y.softmax(-1), form="probs")),
+        ("float16", lambda: run((leaf * 1), y.half().requires_grad_())),
         ("float16", lambda: run((leaf * 1).half(), y.half())),
         ("memory of their own", lambda: (lambda both: run(both[:3], both[3:].detach()))(torch.cat([leaf, leaf]) * 1)),
         ("strides", lambda: run((leaf * 1)[:1].expand(3, 40))),
@@ -179,3 +182,67 @@ def test_options_of_the_wrong_type(options):
 def test_vocabularies_of_two_lengths_want_a_bound():
     with pytest.raises(ValueError, match="unless valid_vocab"):
         kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 7))
+
+
+def test_in_place_and_whoever_writes_there_again(path, device, generator):
+    a, y = (sample("logits", (3, 40), generator).to(device) for _ in range(2))
+    a.requires_grad_()
+    logits = a * 1.0
+    loss = kullback.divergence(logits, y, inplace=True)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="modified since"):
+        loss.backward()
+    logits = a * 1.0
+    with pytest.raises(RuntimeError, match="modified since"):
+        (kullback.divergence(logits, y, inplace=True) + kullback.divergence(logits, y, "chi2", inplace=True)).backward()
+
+
+def test_in_place_in_rows_that_lie_apart(path, device, generator):
+    leaf, y = (sample("logits", (6, 40), generator).to(device) for _ in range(2))
+    a, b = leaf.clone().requires_grad_(), leaf.clone().requires_grad_()
+    (2 * kullback.divergence((a * 1)[:, :33], y[:, :33], inplace=True)).backward()
+    (2 * kullback.divergence((b * 1)[:, :33], y[:, :33])).backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_one_valid_element_of_probabilities(path, device, generator):
+    x, y = (sample("probs", (3, 4), generator).to(device).requires_grad_() for _ in range(2))
+    kullback.divergence(x, y, form="probs", valid_vocab=1, reduction="none").sum().backward()
+    a, b = (t.detach()[:, :1].clone().requires_grad_() for t in (x, y))
+    kullback.divergence(a, b, form="probs", reduction="none").sum().backward()
+    for ours, theirs in ((x, a), (y, b)):
+        torch.testing.assert_close(ours.grad[:, :1], theirs.grad)
+        assert (ours.grad[:, 1:] == 0).all()
+
+
+def test_no_rows(path, device):
+    x = torch.zeros(0, 9, device=device, requires_grad=True)
+    y = torch.zeros(0, 7, device=device)
+    loss = kullback.divergence(x * 1, y, valid_vocab=5, inplace=True)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad.shape == (0, 9)
+    run = torch.func.grad(lambda a, b: kullback.divergence(a, b, valid_vocab=5, reduction="sum"))
+    batch = torch.vmap(run)(torch.zeros(4, 0, 9, device=device), torch.zeros(4, 0, 7, device=device))
+    assert batch.shape == (4, 0, 9)
+
+
+def test_a_negative_view_is_read_as_it_is(path, device):
+    x = torch.tensor([[-1.0, -2.0, -5.0]], device=device)
+    y = torch.tensor([[1.0, 0.0, 0.0]], device=device)
+    torch.testing.assert_close(kullback.divergence(torch._neg_view(-x), y), kullback.divergence(x, y))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 1e39},
+        {"softcap": 1e-40},
+        {"temperature": 1e-200, "logit_scale": 1e200},
+        {"softcap": 1e30, "logit_scale": 1e-10},
+    ],
+)
+def test_quotients_that_float32_cannot_hold(options):
+    with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
+        kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 6), **options)

@@ -6,8 +6,9 @@ import difflib
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -198,14 +199,16 @@ def divergence(
     )
     # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
     numbers = (
-        *(t / s for t, s in zip(temperatures, scales, strict=True)),
-        *(c / s for c, s in zip(caps, scales, strict=True)),
+        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
+        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
+        _quotient("softcap", caps[0], "logit_scale", scales[0]),
+        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
     )
     problem = _problem(kind, form, target_form, (*numbers, float(valid)), **params)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     weight = None if row_weight is None else _row_weight(row_weight, input)
     if inplace:
-        _check_inplace(input, target, weight, reduction, normalizer)
+        _check_inplace(input, target, form, weight, reduction, normalizer)
     return _reduce(input, target, weight, reduction, normalizer, problem, dtype, inplace)
 
 
@@ -291,8 +294,9 @@ def _valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
                 f"counts; got {_shape(input)} and {_shape(target)}"
             )
         return 0
-    if isinstance(valid, bool) or not isinstance(valid, int):
+    if isinstance(valid, bool) or not isinstance(valid, (int, SupportsIndex)):
         raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
+    valid = operator.index(valid) if not isinstance(valid, int) else valid
     longest = min(input.size(-1), target.size(-1))
     if not 0 < valid <= longest:
         raise ValueError(f"valid_vocab must be from 1 to {longest}, the shorter vocabulary; got {valid}")
@@ -300,21 +304,28 @@ def _valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
 
 
 def _check_inplace(
-    input: Tensor, target: Tensor, weight: Tensor | None, reduction: str, normalizer: float | Tensor | None
+    input: Tensor,
+    target: Tensor,
+    form: str,
+    weight: Tensor | None,
+    reduction: str,
+    normalizer: float | Tensor | None,
 ) -> None:
     reason = ""
-    if reduction == "none":
+    if form != "logits":
+        reason = f"is for logits; input holds {form}"
+    elif reduction == "none":
         reason = 'goes with reduction "sum" or "mean"'
     elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
         reason = "leaves no logits to find a gradient of row_weight or normalizer from"
     elif ops.is_observed(input, target):
         reason = "is for plain eager calls, not for what traces or transforms them"
     elif torch.is_grad_enabled() and input.requires_grad:
-        if input.is_leaf:
+        if input.is_leaf or (input._base is not None and input._base.is_leaf and input._base.requires_grad):
             reason = "would overwrite a leaf that the caller still holds: input must be the result of an operation"
-        elif input.dtype == torch.float16:
+        elif torch.float16 in (input.dtype, target.dtype):
             reason = "is not for float16, whose gradients wait for a loss scaler's factor"
-        elif input.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+        elif input.numel() and input.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
             reason = "needs input and target in memory of their own"
         elif not (
             input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1 and input.stride(0) >= input.size(1))
@@ -322,6 +333,14 @@ def _check_inplace(
             reason = f"needs an input whose rows lie apart and in order; got strides {list(input.stride())}"
     if reason:
         raise ValueError(f"inplace=True {reason}")
+
+
+def _quotient(name: str, value: float, of: str, scale: float) -> float:
+    """value / scale, which kernels hold in float32; 0 of a softcap that there is not."""
+    quotient = value / scale
+    if value and (scale != 1 or "softcap" in name) and not 1e-30 < quotient < 1e30:
+        raise ValueError(f"{name} / {of} must lie between 1e-30 and 1e30; got {value} / {scale}")
+    return quotient
 
 
 def _of_logits(name: str, value: float, form: str, is_for_other_side: bool, verb: str, otherwise: float = 1.0) -> float:

@@ -41,6 +41,8 @@ def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
 
 def _as_rows(tensor: Tensor, problem: Problem) -> Tensor:
     """[rows, valid vocab] with a row's elements side by side; a copy only where the layout has no such view."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
     return problem.valid(tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous())
@@ -262,7 +264,8 @@ def _(
     upstream = _batch_of_row_vectors(cotangent, in_dims[3], x.shape[:-1])
     # The states of one problem would not fit a batch of upstream gradients: they are found anew.
     gradients = gradients_of(x, y, None, upstream, *arguments)
-    return tuple(g if g.numel() else g.new_empty(info.batch_size, 0) for g in gradients), (0, 0)
+    wanted = arguments[-2:]
+    return tuple(g if w else g.new_empty(info.batch_size, 0) for g, w in zip(gradients, wanted, strict=True)), (0, 0)
 
 
 class Gradient(torch.autograd.Function):
@@ -401,8 +404,9 @@ class InPlaceTotal(torch.autograd.Function):
     ) -> Tensor:
         want = ctx.needs_input_grad[:2]
         loss, *ctx.written = _total(input, target, coefficient, scale, problem, dtype, want, inplace=True)
-        # Whoever saved the logits, and this Function's own callers, are told by autograd that they are gone.
+        # Whoever saved the logits is told by autograd that they are gone; whoever writes there again tells us.
         torch.autograd.graph.increment_version(input)
+        ctx.version = input._version
         return loss
 
     @staticmethod
@@ -411,6 +415,8 @@ class InPlaceTotal(torch.autograd.Function):
         if ctx.written is None:
             raise RuntimeError("the gradient was written over the logits (inplace=True) and has been handed over")
         written, ctx.written = ctx.written, None
+        if written[0]._version != ctx.version:
+            raise RuntimeError("the logits' memory, which holds the gradient (inplace=True), was modified since")
         for gradient in written:
             if gradient is not None:
                 backends.scale_(gradient, upstream)

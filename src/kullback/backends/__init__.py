@@ -71,6 +71,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
         and _forced in (None, "cuda")
         and "cuda" not in _broken
         and not cuda.unavailable(device.index)
+        and gradient.is_contiguous()
     ):
         cuda.scale_(gradient, factor)
     elif device.type != "cpu" or factor.item() != 1:

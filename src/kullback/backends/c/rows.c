@@ -318,7 +318,7 @@ void kullback_rows(const Arguments *a)
         const int64_t first = unit * rows_per_unit;
         const int64_t last = first + rows_per_unit < a->rows ? first + rows_per_unit : a->rows;
 #if ELEMENTWISE
-        if (a->vocab == 1 && !a->partial && !a->state) {
+        if (a->vocab == 1 && a->input_gradient_stride <= 1 && a->target_gradient_stride <= 1 && !a->partial && !a->state) {
             elementwise(a, first, last, parameters);
             continue;
         }
