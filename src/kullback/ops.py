@@ -354,59 +354,45 @@ class Total(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
+def _hand_over(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """The written gradients times the upstream one: not lent, since autograd may keep them."""
+    written, ctx.written = ctx.written, None
+    for gradient in written:
+        if gradient is not None:
+            backends.scale_(gradient, upstream)
+    return *written, None, None, None, None
+
+
 class EagerTotal(torch.autograd.Function):
     """Total whose gradients are written in the pass that finds the value, and scaled in backward.
 
-    For calls that nothing observes: the path is called without an operator between, whose dispatch would
-    take as long as the launch.
+    For calls that nothing observes: the path is called without an operator between, whose dispatch would take as
+    long as the launch. A second backward finds the gradients anew.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        target: Tensor,
-        coefficient: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        Total.setup_context(ctx, (input, target, coefficient, scale, problem, dtype), None)
-        want = ctx.needs_input_grad[:2]
-        loss, *ctx.written = _total(input, target, coefficient, scale, problem, dtype, want)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        Total.setup_context(ctx, inputs, None)
+        loss, *ctx.written = _total(*(*inputs, ctx.needs_input_grad[:2]))
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.written is None or torch.is_grad_enabled() or is_observed(upstream):
             return Total.backward(ctx, upstream)
-        # Handed over, not lent: autograd may keep them. A second backward finds them anew.
-        written, ctx.written = ctx.written, None
         ctx.saved_tensors  # noqa: B018 # raises where an input was modified since
-        for gradient in written:
-            if gradient is not None:
-                backends.scale_(gradient, upstream)
-        return *written, None, None, None, None
+        return _hand_over(ctx, upstream)
 
 
 class InPlaceTotal(torch.autograd.Function):
     """EagerTotal whose gradient takes the place of the input's logits: there is one backward, and none of it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        target: Tensor,
-        coefficient: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        want = ctx.needs_input_grad[:2]
-        loss, *ctx.written = _total(input, target, coefficient, scale, problem, dtype, want, inplace=True)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        loss, *ctx.written = _total(*(*inputs, ctx.needs_input_grad[:2], True))
         # Whoever saved the logits is told by autograd that they are gone; whoever writes there again tells us.
-        torch.autograd.graph.increment_version(input)
-        ctx.version = input._version
+        torch.autograd.graph.increment_version(inputs[0])
+        ctx.version = inputs[0]._version
         return loss
 
     @staticmethod
@@ -414,13 +400,9 @@ class InPlaceTotal(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.written is None:
             raise RuntimeError("the gradient was written over the logits (inplace=True) and has been handed over")
-        written, ctx.written = ctx.written, None
-        if written[0]._version != ctx.version:
+        if ctx.written[0]._version != ctx.version:
             raise RuntimeError("the logits' memory, which holds the gradient (inplace=True), was modified since")
-        for gradient in written:
-            if gradient is not None:
-                backends.scale_(gradient, upstream)
-        return *written, None, None, None, None
+        return _hand_over(ctx, upstream)
 
 
 class PerRow(torch.autograd.Function):

@@ -93,7 +93,8 @@ def run(
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
     fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
-    placed = plan.logits(vocab, x.dtype, y.dtype, None not in gradients, known_state is not None, fits)
+    want = gradients[0] is not None, gradients[1] is not None
+    placed = plan.logits(vocab, x.dtype, y.dtype, all(want), known_state is not None, fits)
     launcher = _launcher(
         index,
         placed,
@@ -105,7 +106,7 @@ def run(
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
         output is not None,
-        (gradients[0] is not None, gradients[1] is not None),
+        want,
         problem.capped,
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)

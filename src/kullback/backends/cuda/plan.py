@@ -112,7 +112,7 @@ MAX_CLUSTER = 8  # the largest that every device admits
 
 
 # Threads that share a row and rows that a block has in hand, where a short share is to be had for many rows, and where
-# a row takes all the ring. With the two warps that fetch, 16 warps leave a thread 128 registers, 17 leave it 96.
+# a row takes all the ring. With the warp that fetches, 16 warps leave a thread 128 registers, 17 leave it 96.
 TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
 MANY_REGISTERS = 15 * 32  # threads of teams, at most, that leave room for a second gradient
 

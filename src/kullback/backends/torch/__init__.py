@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,29 +158,21 @@ class Chunk:
         """The row sums; all three only where a gradient of logits will ask for them."""
         if self.sums is None:
             names = ("term", "d_log_p", "d_log_q") if self.problem.needs_norms else ("term",)
-            sums = self.summed(self.run(*names))
-            if self.is_missed(sums):
-                sums = self.summed(self.run(*names))
+            sums = self.run(names, lambda result: result.sum(-1).to(accumulator(result)))
             nothing = torch.zeros_like(sums["term"])
             self.sums = Sums(*(sums.get(name, nothing) for name in Sums._fields))
         return self.sums
 
-    def run(self, *outputs: str) -> dict[str, Tensor]:
+    def run(self, outputs: Sequence[str], reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The outputs, reduced: without guards first, and again with them if their sum is not finite."""
         # Kept until the next chunk is there: glibc gives memory freed all at once back to the system, and the next
         # chunk's temporaries would be faulted in again (measured: up to 2.5 x the time).
         self.results = self.problem.program(*outputs).run(self.variables, self.operations)
-        return self.results
-
-    def summed(self, results: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each row's sum."""
-        return {name: result.sum(-1).to(accumulator(result)) for name, result in results.items()}
-
-    def is_missed(self, values: dict[str, Tensor]) -> bool:
-        """Whether guards were left out that a sum shows to be needed; from now on they are not."""
-        missed = self.operations is TAME and not all(math.isfinite(v.sum().item()) for v in values.values())
-        if missed:
+        reduced = {name: reduce(result) for name, result in self.results.items()}
+        if self.operations is TAME and not all(math.isfinite(value.sum().item()) for value in reduced.values()):
             self.operations = TENSOR
-        return missed
+            return self.run(outputs, reduce)
+        return reduced
 
     def finish(self, sums: Sums) -> tuple[Tensor, Tensor | float]:
         """Row losses and their derivatives in the row sums."""
@@ -201,9 +193,7 @@ class Chunk:
             for side, total in (("input", sums.d_log_q), ("target", sums.d_log_p)):
                 self.variables[f"{side}_sum_gradient"] = total.to(self.x.dtype).unsqueeze(-1)
         names = [n for n, out in zip(("input", "target"), gradients, strict=True) if out is not None]
-        results = self.run(*names)
-        if self.is_missed(results):
-            results = self.run(*names)
+        results = self.run(names, lambda result: result)
         column = cotangent.to(self.x.dtype).unsqueeze(-1) if isinstance(cotangent, Tensor) else cotangent
         sides = zip(
             ("input", "target"), gradients, self.problem.slopes, self.problem.caps, (self.x, self.y), strict=True
