@@ -21,6 +21,9 @@ def library(request):
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
             c.library(),
+            (c.HERE / "apart.h").read_text() if not double else "#define power_of_2(x) exp2(x)",
+            "void apply_exp2(const real *x, real *y, int64_t n)",
+            "{ for (int64_t i = 0; i < n; i++) y[i] = power_of_2(x[i]); }",
             *(
                 f"void apply_{name}(const real *x, real *y, int64_t n)"
                 f"{{ for (int64_t i = 0; i < n; i++) y[i] = k_{name}(x[i]); }}"
@@ -81,6 +84,16 @@ def test_ulps(library, name):
         / spacing
     )
     assert errors.max() <= BUDGET[name], (name, x[errors.argmax()])
+
+
+def test_powers_of_2(library):
+    """Of rows that are apart: masses below the least normal number are 0, and 0 is 1 to the bit."""
+    x, y = apply(library, "exp2", np.concatenate([np.random.default_rng(0).uniform(-126, 127, 20000), [0.0, 100.0]]))
+    truth = np.exp2(x.astype(np.longdouble))
+    assert (np.abs(y - truth) <= 1.5 * np.spacing(truth.astype(library[1]))).all()
+    assert y[-2] == 1
+    if library[1] == np.float32:
+        assert (apply(library, "exp2", [-127.5, -1e30, -np.inf])[1] == 0).all()
 
 
 def test_special_arguments(library):

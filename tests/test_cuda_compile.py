@@ -104,6 +104,8 @@ def test_every_instantiation(case):
 # vocabulary, whether rows can stay on chip, whether their states are known, sum, gradients
 LOGITS_MODES = {
     "total and gradient": (128256, True, False, True, INPUT),
+    "short rows": (1000, False, False, True, NONE),
+    "short rows, total and gradient": (1000, False, False, True, INPUT),
     "short rows, both gradients": (1000, False, False, True, BOTH),
     "rows": (8192, True, False, True, NONE),
     "both gradients of streamed rows": (262144, False, False, True, BOTH),

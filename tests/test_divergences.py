@@ -137,15 +137,33 @@ def test_total_variation_has_no_gradient_at_ties():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.floats(-700, 700), st.floats(-8, 8))
-def test_gap_and_bregman_against_many_digits(d, z):
-    from kullback.formula import bregman, gap
+@given(st.floats(-700, 700), st.floats(-1 / 3, 1 / 3), st.floats(-300, 300), st.floats(1e-6, 1 - 1e-6))
+def test_series_against_many_digits(d, z, ratio, weight):
+    from kullback.formula import gap, log_blend, small_bregman
 
     mpmath.mp.dps = 400
     if d > -600:
         truth = float(mpmath.mpf(d) + mpmath.exp(-mpmath.mpf(d)) - 1)
         assert float(gap(torch.tensor(d, dtype=torch.float64))) == pytest.approx(truth, rel=1e-14)
-    if z >= -1:
-        more = 1 + mpmath.mpf(z)
-        truth = float(more * mpmath.log(more) - mpmath.mpf(z)) if z > -1 else 1.0
-        assert float(bregman(torch.tensor(z, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
+    more = 1 + mpmath.mpf(z)
+    truth = float(more * mpmath.log(more) - mpmath.mpf(z))
+    assert float(small_bregman(torch.tensor(z, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
+    a, b = mpmath.mpf(weight), mpmath.mpf(1 - weight)
+    quotient = mpmath.exp(mpmath.mpf(ratio))
+    truth = float(mpmath.log((a * quotient + b) / max(quotient, 1)))
+    blend = log_blend(torch.tensor(ratio, dtype=torch.float64), weight, 1 - weight)
+    assert float(blend) == pytest.approx(truth, rel=1e-13, abs=1e-16)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 2.0])
+def test_powers_of_logits_are_those_of_their_masses(alpha, generator):
+    """What `sqrt` and `overlap` print for logits, where exponents are at hand, means the same."""
+    from kullback.formula import TENSOR, overlap
+
+    x, y = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    top, scale, inverse = torch.tensor(1.0), torch.tensor(0.7), torch.tensor(0.1)
+    q, p = (TENSOR["logit_mass"](t, top, scale, inverse) for t in (x, y))
+    torch.testing.assert_close(TENSOR["logit_root"](x, top, scale, inverse), q.sqrt())
+    both = TENSOR["logit_overlap"](y, top, scale, inverse, x, top, scale, inverse, (y - x) * scale, alpha)
+    torch.testing.assert_close(both, p**alpha * q ** (1 - alpha))
+    torch.testing.assert_close(overlap(p, q, (y - x) * scale, alpha), both)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kullback
+from kullback import ops
 from kullback.divergences import DIVERGENCES
 from tests import oracle
 from tests.conftest import relative_error, sample
@@ -45,6 +46,29 @@ def test_storage_offsets(form, vocab, dtype, path, device, generator):
             storage[by : by + t.numel()] = t.flatten()
             moved.append(storage[by : by + t.numel()].view(t.shape))
         same(*moved, x, y, form=form)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_slices_of_sequences_are_not_copied(reduction, weighted, path, device, generator, monkeypatch):
+    """logits[:, :-1] has no view as rows: each sequence is a slab of its own."""
+    x, y = (sample("logits", (2, 3, 5, 40), generator).to(device) for _ in range(2))
+    weight = torch.rand(2, 3, 4, generator=generator).to(device) if weighted else None
+    options = {"row_weight": weight, "reduction": reduction, "valid_vocab": 37}
+
+    def results(a, b):
+        a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
+        loss = kullback.divergence(a[:, :, :-1], b[:, :, 1:], "jensen_shannon", **options)
+        return loss.detach(), *torch.autograd.grad(loss.sum() * 3, (a, b))
+
+    whole = results(x, y)
+    monkeypatch.setattr(ops, "SLAB_BYTES", 1)
+    slabs = ops.Slab(x[:, :, :-1], y[:, :, 1:], weight).split()
+    assert [tuple(slab.input.shape) for slab in slabs] == [(4, 40)] * 6
+    assert {slab.input.untyped_storage().data_ptr() for slab in slabs} == {x.untyped_storage().data_ptr()}
+    for ours, expected in zip(results(x, y), whole, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
+    assert len(ops.Slab(x, y, None).split()) == 1
 
 
 @pytest.mark.parametrize("form", oracle.FORMS)

@@ -18,17 +18,18 @@ from typing import NamedTuple
 from kullback.formula import (
     Value,
     absolute,
-    bregman,
-    exp,
     expm1,
     gap,
+    half_sign,
     log,
     log1p,
-    log_quotient,
+    log_blend,
     mass_times,
     near,
+    overlap,
     part_of,
     ratio_or_zero,
+    small_bregman,
     small_gap,
     sqrt,
     where,
@@ -103,16 +104,15 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     other = 1.0 - weight
     mixture = weight * x.p + other * x.q
     relative = part_of(-x.excess, mixture)  # (p - q) / m
-    p_over = at_least(other * relative, -1.0)  # p/m - 1
-    q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
-    # One logarithm for both shares: of the larger, whose part of the mixture is never small.
-    is_less = x.excess > 0.0
-    larger = log_quotient(where(is_less, x.q, x.p), mixture)
-    p_share, q_share = where(is_less, larger + x.ratio, larger), where(is_less, larger, larger - x.ratio)
+    is_less = x.ratio < 0.0
+    larger = -log_blend(x.ratio, weight, other)  # one logarithm for both
+    p_share = larger + where(is_less, x.ratio, 0.0)
+    q_share = larger - where(is_less, 0.0, x.ratio)
     return Element(
-        mixture * (weight * bregman(p_over) + other * bregman(q_over)),
-        weight * mass_times(x.p, near(p_over, 0.25, log1p(p_over), p_share)),
-        other * mass_times(x.q, near(q_over, 0.25, log1p(q_over), q_share)),
+        weight * divergence_from(mixture, x.p, p_share, other * relative)
+        + other * divergence_from(mixture, x.q, q_share, -(weight * relative)),
+        weight * mass_times(x.p, p_share),
+        other * mass_times(x.q, q_share),
     )
 
 
@@ -121,19 +121,21 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     other = 1.0 - alpha
     mixture = alpha * x.p + other * x.q
     excess = other * x.excess  # m - p
-    p_over = at_least(-part_of(excess, mixture), -1.0)  # p/m - 1
     q_share = other * part_of(x.q, mixture)  # of q in m
-    plain = mass_times(x.p, log_share(x.p, mixture, p_over))
+    over = -part_of(excess, mixture)  # p/m - 1
+    p_part = part_of(x.p, mixture)
+    share = near(over, 0.25, log1p(over), log(p_part))
+    plain = mass_times(x.p, share)
     if x.centred:
-        p_share = alpha * part_of(x.p, mixture)
-        return Element(mixture * bregman(p_over), plain + excess * p_share, excess * q_share)
+        term = divergence_from(mixture, x.p, share, over)
+        return Element(term, plain + excess * (alpha * p_part), excess * q_share)
     return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
 
 def total_variation(x: Pair) -> Element:
     """½ Σ |p - q|; the gradient at ties is 0"""
-    half_sign = where(x.excess < 0.0, 0.5, where(x.excess > 0.0, -0.5, 0.0))  # of p - q
-    return Element(0.5 * absolute(x.excess), half_sign * x.p, -(half_sign * x.q))
+    half = half_sign(x.excess)
+    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q)
 
 
 def hellinger(x: Pair) -> Element:
@@ -161,7 +163,7 @@ def alpha(x: Pair, alpha: Value = 0.5) -> Element:
         scale = 1.0 / (alpha * other)
         return Element(scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q)
     scale = 1.0 / (alpha * other)
-    term = -(scale * overlap(x, alpha))
+    term = -(scale * overlap(x.p, x.q, x.ratio, alpha))
     return Element(term, alpha * term, other * term, lambda total: Finish(scale + total, 1.0))
 
 
@@ -174,7 +176,7 @@ def renyi(x: Pair, alpha: Value = 0.5) -> Element:
             *shortfall[:3],
             lambda total: Finish(-log1p(-total) / other, 1.0 / (other * (1.0 - total))),
         )
-    term = overlap(x, alpha)
+    term = overlap(x.p, x.q, x.ratio, alpha)
     return Element(
         term,
         alpha * term,
@@ -216,16 +218,10 @@ def renyi_of(m: Moments, alpha: Value = 0.5) -> Element:
     return Element(shortfall, alpha * shortfall, (1.0 - alpha) * shortfall)
 
 
-def overlap(x: Pair, alpha: Value) -> Value:
-    """p^a q^(1-a), from the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow."""
-    larger = where(x.ratio < 0.0, x.q, x.p)
-    return larger * exp(where(x.ratio < 0.0, alpha * x.ratio, (alpha - 1.0) * x.ratio))
-
-
 def alpha_shortfall(x: Pair, alpha: Value) -> Element:
     """a·p + (1-a)·q - p^a q^(1-a): what the overlap lacks to the weighted mean."""
     other = 1.0 - alpha
-    both = overlap(x, alpha)
+    both = overlap(x.p, x.q, x.ratio, alpha)
     term = near(
         x.ratio,
         0.5,
@@ -237,16 +233,9 @@ def alpha_shortfall(x: Pair, alpha: Value) -> Element:
     return Element(term, alpha * d_log_p, other * d_log_q)
 
 
-def log_share(mass: Value, mixture: Value, over: Value) -> Value:
-    """log(mass / mixture), where over = mass / mixture - 1 says it better near 0 and the masses elsewhere."""
-    apart = log_quotient(mass, mixture)
-    # A mixture of subnormal masses may round to 0.
-    return near(over, 0.25, log1p(over), where(absolute(mixture) < 1e-45, 0.0, apart))
-
-
-def at_least(x: Value, bound: float) -> Value:
-    """max(x, bound) that lets NaN through."""
-    return where(x < bound, bound, x)
+def divergence_from(mixture: Value, mass: Value, share: Value, over: Value) -> Value:
+    """mass·log(mass/mixture) + mixture - mass >= 0, of the logarithm and mass/mixture - 1"""
+    return near(over, 1 / 3, mixture * small_bregman(over), mass_times(mass, share) + (mixture - mass))
 
 
 class Divergence(NamedTuple):

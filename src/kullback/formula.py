@@ -97,11 +97,18 @@ def log1p(x: Value) -> Value:
 
 
 def sqrt(x: Value) -> Value:
+    if isinstance(x, Symbol) and x.op == "logit_mass":
+        return _apply("logit_root", *x.args)
     return _apply("sqrt", x)
 
 
 def absolute(x: Value) -> Value:
     return _apply("abs", x)
+
+
+def half_sign(x: Value) -> Value:
+    """½ for x > 0, -½ for x < 0, else 0."""
+    return _apply("half_sign", x)
 
 
 def where(condition: Value, x: Value, y: Value) -> Value:
@@ -119,6 +126,15 @@ def near(x: Value, bound: float, close: Value, apart: Value) -> Value:
 def logit_mass(x: Value, top: Value, scale: Value, inverse_total: Value) -> Value:
     """exp((x - top)·scale) · inverse_total"""
     return _apply("logit_mass", x, top, scale, inverse_total)
+
+
+def overlap(p: Value, q: Value, ratio: Value, a: Value) -> Value:
+    """p^a q^(1-a) of p, q and log(p/q)"""
+    if all(isinstance(mass, Symbol) and mass.op == "logit_mass" for mass in (p, q)):
+        return _apply("logit_overlap", *p.args, *q.args, ratio, a)
+    # From the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow.
+    larger = where(ratio < 0.0, q, p)
+    return larger * exp(where(ratio < 0.0, a * ratio, (a - 1.0) * ratio))
 
 
 def mass_times(mass: Value, x: Value) -> Value:
@@ -170,9 +186,18 @@ def small_expm1(x: Value) -> Value:
     return _apply("small_expm1", x)
 
 
-def bregman(z: Value) -> Value:
-    """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
-    return _apply("bregman", z)
+def log_blend(ratio: Value, a: Value, b: Value) -> Value:
+    """log((a·p + b·q) / max(p, q)) of ratio = log(p/q), where a + b = 1: never large, and as accurate as the ratio."""
+    return _apply("log_blend", ratio, a, b)
+
+
+def small_bregman(z: Value) -> Value:
+    """(1 + z)·log(1 + z) - z >= 0 where |z| < 1/3 is known, to full relative accuracy; z**2 / 2 for small z."""
+    return _apply("small_bregman", z)
+
+
+def _half_sign(x: Tensor) -> Tensor:
+    return 0.5 * torch.sign(x)
 
 
 def _near(x: Tensor, bound: float, close: Tensor, apart: Tensor) -> Tensor:
@@ -181,6 +206,14 @@ def _near(x: Tensor, bound: float, close: Tensor, apart: Tensor) -> Tensor:
 
 def _logit_mass(x: Tensor, top: Tensor, scale: Tensor, inverse_total: Tensor) -> Tensor:
     return torch.exp((x - top) * scale) * inverse_total
+
+
+def _logit_root(*logit: Tensor) -> Tensor:
+    return _sqrt(_logit_mass(*logit))
+
+
+def _logit_overlap(*arguments: Tensor) -> Tensor:
+    return overlap(_logit_mass(*arguments[:4]), _logit_mass(*arguments[4:8]), *arguments[8:])  # type: ignore[no-any-return]
 
 
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
@@ -233,6 +266,15 @@ def _logit_difference(
     return _log_difference(y * y_scale, x * x_scale) - torch.where(nothing, 0.0, shift + shift_low)
 
 
+def _log_blend(ratio: Tensor, a: Value, b: Value) -> Tensor:
+    a, b = (torch.as_tensor(weight, dtype=ratio.dtype) for weight in (a, b))
+    other = torch.where(ratio < 0, a, b)  # the weight of the smaller
+    less = other * torch.expm1(-torch.abs(ratio))
+    close = torch.abs(less) < 0.5
+    far = torch.where(ratio < 0, b, a) + other * torch.exp(-torch.abs(ratio))
+    return torch.where(close, torch.log1p(torch.where(close, less, 0.0)), torch.log(far))
+
+
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     result = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
@@ -253,15 +295,11 @@ def _gap(d: Tensor) -> Tensor:
 _ATANH_SERIES = [2.0 / k for k in range(3, 33, 2)]
 
 
-def _bregman(z: Tensor) -> Tensor:
-    small = torch.abs(z) < 0.375
-    near = torch.where(small, z, 0.0)
+def _small_bregman(z: Tensor) -> Tensor:
+    near = torch.where(torch.abs(z) < 0.375, z, 0.0)
     s = near / (2.0 + near)
     tail = s * s * s * _polynomial(s * s, _ATANH_SERIES)  # log1p(z) - 2s, with s = z / (2 + z)
-    series = (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
-    far = torch.where(small | torch.eq(z, -1.0), 1.0, z)
-    direct = torch.where(torch.eq(z, -1.0), 1.0, (1.0 + far) * torch.log1p(far) - far)
-    return torch.where(small, series, direct)
+    return (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
 
 
 TENSOR: Mapping[str, Callable[..., Any]] = {
@@ -273,6 +311,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "neg": operator.neg,
     "lt": operator.lt,
     "abs": torch.abs,
+    "half_sign": _half_sign,
     "where": torch.where,
     "exp": torch.exp,
     "expm1": torch.expm1,
@@ -281,6 +320,8 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "sqrt": _sqrt,
     "near": _near,
     "logit_mass": _logit_mass,
+    "logit_root": _logit_root,
+    "logit_overlap": _logit_overlap,
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "part_of": _part_of,
@@ -290,7 +331,8 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "gap": _gap,
     "small_gap": _gap,
     "small_expm1": torch.expm1,
-    "bregman": _bregman,
+    "log_blend": _log_blend,
+    "small_bregman": _small_bregman,
 }
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -173,38 +173,15 @@ def divergence(
     tensor([0.0807])
     """
     _check_pair(input, target)
-    _check_name("kind", kind, DIVERGENCES)
     _check_name("reduction", reduction, ROW_REDUCTIONS)
-    _check_name("form", form, FORMS)
-    target_form = form if target_form is None else target_form
-    _check_name("target_form", target_form, FORMS)
-    valid = _valid_vocab(valid_vocab, input, target)
-    inherits, follows = target_temperature is None, target_logit_scale is None
-    target_temperature = temperature if target_temperature is None else target_temperature
-    target_logit_scale = logit_scale if target_logit_scale is None else target_logit_scale
-    is_for_target = target_form == "logits"
-    scales = (
-        _of_logits("logit_scale", logit_scale, form, follows and is_for_target, "multiplies"),
-        _of_logits("target_logit_scale", target_logit_scale, target_form, follows, "multiplies"),
+    options: tuple[Any, ...] = (
+        *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
+        *(softcap, target_softcap, _valid_vocab(valid_vocab, input, target), *params, *params.values()),
     )
-    temperatures = (
-        _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
-        _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
-    )
-    caps = (
-        0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
-        0.0
-        if target_softcap is None
-        else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
-    )
-    # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
-    numbers = (
-        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
-        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
-        _quotient("softcap", caps[0], "logit_scale", scales[0]),
-        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
-    )
-    problem = _problem(kind, form, target_form, (*numbers, float(valid)), **params)
+    try:
+        problem = (_problem if torch.compiler.is_compiling() else _cached_problem)(*options)
+    except TypeError:  # an option that cannot be hashed, or one that is refused and says so again
+        problem = _problem(*options)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     weight = None if row_weight is None else _row_weight(row_weight, input)
     if inplace:
@@ -263,13 +240,51 @@ def _nonzero(divisor: Tensor) -> Tensor:
 def _problem(
     kind: str,
     form: str,
-    target_form: str,
-    numbers: tuple[float, ...],
-    **params: float,
+    target_form: str | None,
+    temperature: float,
+    target_temperature: float | None,
+    logit_scale: float,
+    target_logit_scale: float | None,
+    softcap: float | None,
+    target_softcap: float | None,
+    valid: int,
+    *params: Any,
 ) -> Problem:
+    """Of the options, checked; the kind's parameters come as their names and then their values."""
+    _check_name("kind", kind, DIVERGENCES)
+    _check_name("form", form, FORMS)
+    target_form = form if target_form is None else target_form
+    _check_name("target_form", target_form, FORMS)
+    inherits, follows = target_temperature is None, target_logit_scale is None
+    target_temperature = temperature if target_temperature is None else target_temperature
+    target_logit_scale = logit_scale if target_logit_scale is None else target_logit_scale
+    is_for_target = target_form == "logits"
+    scales = (
+        _of_logits("logit_scale", logit_scale, form, follows and is_for_target, "multiplies"),
+        _of_logits("target_logit_scale", target_logit_scale, target_form, follows, "multiplies"),
+    )
+    temperatures = (
+        _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
+        _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
+    )
+    caps = (
+        0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
+        0.0
+        if target_softcap is None
+        else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
+    )
+    # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
+    numbers = (
+        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
+        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
+        _quotient("softcap", caps[0], "logit_scale", scales[0]),
+        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
+        float(valid),
+    )
     spec = DIVERGENCES[kind]
     values = dict(spec.parameters)
-    for name, value in params.items():
+    given = len(params) // 2
+    for name, value in zip(params[:given], params[given:], strict=True):
         if name not in values:
             known = ", ".join(values) or "none"
             raise ValueError(f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}")
@@ -279,6 +294,10 @@ def _problem(
             raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
         values[name] = float(value)
     return Problem(kind, form, target_form, (*numbers, *values.values()))
+
+
+# A training loop asks with the same options again and again. By type, since True is not to pass for 1.
+_cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
 
 
 def _valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:

@@ -7,16 +7,17 @@ export, func transforms, vmap and autocast alike (docs/decisions/0005).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kullback import backends
 from kullback.backends.torch import gradient_by_formula
-from kullback.rows import STATE_FIELDS, Problem, Wanted, accumulator
+from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted, accumulator
 
 PROBLEM = "str divergence, float[] numbers"  # Problem.spelling and Problem.numbers
 
@@ -54,16 +55,50 @@ def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 
-def _output(like: Tensor, problem: Problem, inplace: bool = False) -> tuple[Tensor, Tensor]:
-    """A gradient for the tensor, 0 beyond the valid vocabulary, and the rows of it that are to be written.
+SLAB_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
 
-    `inplace`: in the tensor's own memory.
-    """
+
+class Slab(NamedTuple):
+    """What a path is called with once."""
+
+    input: Tensor
+    target: Tensor
+    coefficient: Tensor | None  # of each row, or one number
+    d_input: Tensor | None = None
+    d_target: Tensor | None = None
+
+    def split(self) -> list[Slab]:
+        """Itself; or, where a large tensor such as logits[:, :-1] has no view as rows, those of each first index."""
+        x, y, c = self.input, self.target, self.coefficient
+        large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * x.size(0)
+        if not large or x.stride(-1) != 1 or y.stride(-1) != 1 or (_is_rows(x) and _is_rows(y)):
+            return [self]
+        whole = [x, y, None if c is None else c.expand(x.shape[:-1]), self.d_input, self.d_target]
+        parts = [itertools.repeat(t, x.size(0)) if t is None else t.unbind() for t in whole]
+        return [part for slab in map(Slab, *parts) for part in slab.split()]
+
+    def rows(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
+        """As a path wants them."""
+        d_x, d_y = (None if t is None else _as_rows(t, problem) for t in (self.d_input, self.d_target))
+        x, y = _as_rows(self.input, problem), _as_rows(self.target, problem)
+        return x, y, _row_vector(self.coefficient, x.size(0)), (d_x, d_y)
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    """Whether the leading dimensions are one, of a common step."""
+    leading = [(size, step) for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(leading))
+
+
+def _output(like: Tensor, problem: Problem, wanted: bool, inplace: bool = False) -> Tensor | None:
+    """A gradient for the tensor, 0 beyond the valid vocabulary; `inplace`: in the tensor's own memory."""
+    if not wanted:
+        return None
     gradient = like.detach() if inplace else torch.empty_like(like, memory_format=torch.contiguous_format)
-    rows = _as_rows(gradient, problem)
-    if rows.size(-1) < like.size(-1):
-        gradient[..., rows.size(-1) :] = 0
-    return gradient, rows
+    valid = problem.valid(gradient).size(-1)
+    if valid < gradient.size(-1):
+        gradient[..., valid:] = 0
+    return gradient
 
 
 def _total(
@@ -77,15 +112,14 @@ def _total(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sum and its wanted gradients; `inplace`: the input's in the place of its logits."""
-    x, y = _as_rows(input, problem), _as_rows(target, problem)
-    weight = None if coefficient is None else _row_vector(coefficient, x.size(0))
-    d_input = d_target = d_x = d_y = None
-    if want[0]:
-        d_input, d_x = _output(input, problem, inplace)
-    if want[1]:
-        d_target, d_y = _output(target, problem)
-    loss = backends.call("total", problem, x, y, weight, scale, dtype, (d_x, d_y))
-    return loss, d_input, d_target
+    d_input, d_target = _output(input, problem, want[0], inplace), _output(target, problem, want[1])
+    slabs = Slab(input, target, coefficient, d_input, d_target).split()
+    sum_dtype = dtype if len(slabs) == 1 else accumulator(input)
+    losses = []
+    for slab in slabs:
+        x, y, weight, gradients = slab.rows(problem)
+        losses.append(backends.call("total", problem, x, y, weight, scale, sum_dtype, gradients))
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum().to(dtype), d_input, d_target
 
 
 def _value(
@@ -110,9 +144,11 @@ def _per_row(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(divergence, tuple(numbers))
-    x, y = _as_rows(input, problem), _as_rows(target, problem)
-    weight = _row_vector(coefficient, x.size(0))
-    loss, state = backends.call("accumulate", problem, x, y, weight, dtype)
+    parts = []
+    for slab in Slab(input, target, coefficient).split():
+        x, y, weight, _ = slab.rows(problem)
+        parts.append(backends.call("accumulate", problem, x, y, weight, dtype))
+    loss, state = parts[0] if len(parts) == 1 else (torch.cat(part, -1) for part in zip(*parts, strict=True))
     return loss.view(input.shape[:-1]), state
 
 
@@ -127,13 +163,16 @@ def _gradient(
     of_target: bool,
 ) -> tuple[Tensor, Tensor]:
     problem = _problem(divergence, tuple(numbers))
-    x, y = _as_rows(input, problem), _as_rows(target, problem)
-    upstream = _row_vector(cotangent, x.size(0))
-    known = state if state is not None and state.numel() else None
-    d_input, d_x = _output(input, problem) if of_input else (input.new_empty(0), None)
-    d_target, d_y = _output(target, problem) if of_target else (target.new_empty(0), None)
-    backends.call("gradient", problem, x, y, known, upstream, (d_x, d_y))
-    return d_input, d_target
+    d_input, d_target = _output(input, problem, of_input), _output(target, problem, of_target)
+    first = 0
+    for slab in Slab(input, target, cotangent, d_input, d_target).split():
+        x, y, upstream, gradients = slab.rows(problem)
+        known = None
+        if state is not None and state.numel():
+            known = state[:, first : first + x.size(0)].contiguous()
+            first += x.size(0)
+        backends.call("gradient", problem, x, y, known, upstream, gradients)
+    return input.new_empty(0) if d_input is None else d_input, target.new_empty(0) if d_target is None else d_target
 
 
 for name, implementation in (
@@ -426,9 +465,12 @@ class PerRow(torch.autograd.Function):
         input, target, coefficient, ctx.problem, _ = inputs
         ctx.save_for_backward(input, target, coefficient, output[1])
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * 5
         input, target, coefficient, state = ctx.saved_tensors
         if upstream.dtype in (torch.float16, torch.bfloat16):
             upstream = upstream.float()

@@ -68,8 +68,9 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 def _print_moments(kind: str, names: dict[str, str]) -> str:
     """`of_moments` (divergences.py) and the exponent of its overlap; macros say which moments it wants."""
     divergence = DIVERGENCES[kind]
+    macros = dict.fromkeys(("HAS_MOMENTS", *(f"HAS_{name.upper()}" for name in Moments._fields)), 0)
     if divergence.of_moments is None:
-        return "#define HAS_MOMENTS 0\n"
+        return _print_macros(macros)
     exponents: list[Value] = []
 
     def overlap(exponent: Value) -> Value:
@@ -83,10 +84,9 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
     body, results = print_steps(sums, "real", names, "apart_")
     wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
     _, exponent = print_steps(Program({"exponent": exponents[0] if exponents else 0.0}), "real", names, "")
-    has = "".join(f"#define HAS_{name.upper()} {int(name in wanted)}\n" for name in ("cross_p", "cross_q", "overlap"))
+    macros |= {"HAS_MOMENTS": 1, **{f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}}
     return f"""\
-#define HAS_MOMENTS 1
-{has}INLINE real overlap_exponent(Parameters parameters)
+{_print_macros(macros)}INLINE real overlap_exponent(Parameters parameters)
 {{
     return {exponent["exponent"]};
 }}
@@ -96,6 +96,10 @@ INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters p
     return result;
 }}
 """
+
+
+def _print_macros(macros: dict[str, int]) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
 def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str) -> tuple[str, dict[str, str]]:

@@ -9,9 +9,27 @@ INLINE real k_near(real x, real bound, real close, real apart)
     return k_abs(x) < bound ? close : apart;
 }
 
+INLINE real k_half_sign(real x)
+{
+    const real less = x < 0 ? (real)-0.5 : (real)0;
+    return x > 0 ? (real)0.5 : less;
+}
+
 INLINE real k_logit_mass(real x, real top, real scale, real inverse_total)
 {
     return k_exp((x - top) * scale) * inverse_total;
+}
+
+INLINE real k_logit_root(real x, real top, real scale, real inverse_total)
+{
+    return k_sqrt(k_logit_mass(x, top, scale, inverse_total));
+}
+
+INLINE real k_logit_overlap(real y, real y_top, real y_scale, real y_inverse_total,
+                            real x, real x_top, real x_scale, real x_inverse_total, real ratio, real a)
+{
+    const real p = k_logit_mass(y, y_top, y_scale, y_inverse_total), q = k_logit_mass(x, x_top, x_scale, x_inverse_total);
+    return (ratio < 0 ? q : p) * k_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
 }
 
 /* cap · tanh(x / cap), and its derivative from its value */
@@ -88,10 +106,15 @@ INLINE real k_gap(real d)
     return k_abs(d) < (real)0.5 ? near : far;
 }
 
-/* The caller brings log(1 + z), or any finite number where 1 + z = 0. */
-INLINE real bregman_of(real z, real logarithm)
+INLINE real k_log_blend(real ratio, real a, real b)
 {
-    const real far = (z + 1) * logarithm - z;
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = k_abs(ratio);
+    const real less = smaller * k_expm1(-d);
+    return less > (real)-0.29 ? less + log_correction(less) : k_log(larger + smaller * k_exp(-d));
+}
+
+INLINE real k_small_bregman(real z)
+{
 #if REAL_IS_DOUBLE
     /* s = z / (2 + z): (1 + z)·log1p(z) - z = (2s² + (1 + s)·(log1p(z) - 2s)) / (1 - s) */
     const real s = z / (2 + z), w = s * s;
@@ -99,21 +122,15 @@ INLINE real bregman_of(real z, real logarithm)
     K_UNROLL
     for (int k = 29; k >= 3; k -= 2)
         sum = sum * w + 2.0 / k;
-    const real near = (2 * w + (1 + s) * (s * w * sum)) / (1 - s);
+    return (2 * w + (1 + s) * (s * w * sum)) / (1 - s);
 #else
     const real series[] = K_BREGMAN_SERIES;
     real sum = series[K_BREGMAN_TERMS - 1];
     K_UNROLL
     for (int k = K_BREGMAN_TERMS - 2; k >= 0; k--)
         sum = sum * z + series[k];
-    const real near = z * z * sum;
+    return z * z * sum;
 #endif
-    return k_abs(z) < (real)(1.0 / 3) ? near : far;
-}
-
-INLINE real k_bregman(real z)
-{
-    return bregman_of(z, z + 1 == 0 ? (real)0 : k_log(z + 1));
 }
 
 /* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
@@ -122,10 +139,12 @@ INLINE real k_bregman(real z)
    what they read; where it was not tame they compute again. */
 
 #define tame_abs k_abs
+#define tame_half_sign k_half_sign
 #define tame_near k_near
 #define tame_sqrt k_sqrt
 #define tame_expm1 k_expm1
 #define tame_gap k_gap
+#define tame_small_bregman k_small_bregman
 #define tame_small_gap k_small_gap
 #define tame_small_expm1 k_small_expm1
 #define tame_logit_difference k_logit_difference
@@ -134,10 +153,12 @@ INLINE real tame_mass_times(real mass, real x) { return mass * x; }
 INLINE real tame_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole); }
 INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
 
-INLINE real tame_bregman(real z)
+INLINE real tame_log_blend(real ratio, real a, real b)
 {
-    const real one_more = z + 1; /* 0 where z was rounded to -1 */
-    return bregman_of(z, tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = k_abs(ratio);
+    const real less = smaller * tame_expm1(-d), near = less + log_correction(less);
+    const real far = tame_log(larger + smaller * tame_exp(-d));
+    return less > (real)-0.29 ? near : far;
 }
 
 /* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of

@@ -145,6 +145,8 @@ def source(variant: Variant) -> str:
     """The whole C file of a kernel."""
     problem = Problem(variant.kind, variant.form, variant.target_form)
     double = torch.float64 in (variant.x, variant.y)
+    apart = problem.form == problem.target_form == "logits" and not double
+    prefixes = ("k_", *(("apart_",) if apart else () if problem.needs_norms else ("tame_",)))
     x, y, weight, loss = (TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss))
     values = {
         "X": x,
@@ -161,6 +163,8 @@ def source(variant: Variant) -> str:
         **tame_ranges(variant.form, variant.target_form),
         "INPUT_IS_LOGITS": int(variant.form == "logits"),
         "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
+        "BOTH_ARE_LOGITS": int(problem.form == problem.target_form == "logits"),
+        "HAS_APART": int(apart),
         "INPUT_IS_CAPPED": int(variant.capped[0]),
         "TARGET_IS_CAPPED": int(variant.capped[1]),
     }
@@ -169,7 +173,8 @@ def source(variant: Variant) -> str:
             f"#define REAL_IS_DOUBLE {int(double)}",
             library(),
             *(f"#define {name} {value}" for name, value in values.items()),
-            print_functor(problem, ("k_",) if problem.needs_norms else ("k_", "tame_")),
+            (HERE / "apart.h").read_text() if apart else "",
+            print_functor(problem, prefixes),
             (HERE / "rows.c").read_text(),
         ]
     )

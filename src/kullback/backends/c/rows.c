@@ -30,7 +30,7 @@ typedef struct {
     int32_t threads;
 } Arguments;
 
-typedef struct { double term, d_log_p, d_log_q; } Sums;
+typedef struct { double term, d_log_p, d_log_q, excess; } Sums; /* the excess is that of q's masses over p's */
 typedef struct { real input, target; } Caps;
 #define CAPPED_X(x, caps) (INPUT_IS_CAPPED ? k_capped(x, (caps).input) : (x))
 #define CAPPED_Y(y, caps) (TARGET_IS_CAPPED ? k_capped(y, (caps).target) : (y))
@@ -94,9 +94,58 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real sca
 }
 #endif
 
-/* SPAN elements of one sweep; `element` is the tame or the guarded formula. */
+/* Rows of logits are tried without series and guards first; those whose sum is smaller than the first, of which a term's
+   rounding would be too much, or is no number, are summed again. */
+#define LEAST_APART 0.05
+#define MOST 1e15
+
+#if HAS_APART
+INLINE int is_apart(Sums sums)
+{
+    const double least = fmin(fabs(sums.d_log_p), fabs(sums.d_log_q));
+    return (HAS_OVERLAP ? least : fabs(sums.term)) > LEAST_APART && fabs(sums.term) < MOST && fabs(sums.d_log_p) < MOST
+        && fabs(sums.d_log_q) < MOST;
+}
+
+/* Both sides' masses against their tops, and the sums that divergences.py calls moments, with logarithms to base 2 */
+typedef struct { double x_total, y_total, cross_p, cross_q, overlap; } Survey;
+
+CLONES NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps caps, Row row, real exponent)
+{
+    Survey result = { 0, 0, 0, 0, 0 };
+    const real x_top = row.input_top, y_top = row.target_top;
+    const real x_factor = binary(row.input_scale), y_factor = binary(row.target_scale);
+    (void)caps, (void)exponent;
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real x_total = 0, y_total = 0, cross_p = 0, cross_q = 0, overlap = 0;
+#pragma omp simd reduction(+: x_total, y_total, cross_p, cross_q, overlap)
+        for (int64_t i = start; i < end; i++) {
+            const real x_power = (CAPPED_X(LOAD_X(x[i]), caps) - x_top) * x_factor;
+            const real y_power = (CAPPED_Y(LOAD_Y(y[i]), caps) - y_top) * y_factor;
+            const real q = power_of_2(x_power), p = power_of_2(y_power), ratio = bounded(y_power - x_power);
+            x_total += q;
+            y_total += p;
+            if (HAS_CROSS_P)
+                cross_p += p * ratio;
+            if (HAS_CROSS_Q)
+                cross_q += q * ratio;
+            if (HAS_OVERLAP)
+                overlap += blend_of_powers(y_power, x_power, exponent);
+        }
+        result.x_total += x_total;
+        result.y_total += y_total;
+        result.cross_p += cross_p;
+        result.cross_q += cross_q;
+        result.overlap += overlap;
+    }
+    return result;
+}
+#endif
+
+/* SPAN elements of one sweep; `element` is the formula in one of its vocabularies. */
 #define SWEEP_SPAN(element)                                                                       \
-    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q) reduction(max: wildest_x, wildest_y)")                   \
+    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q, excess) reduction(max: wildest_x, wildest_y)")                   \
     for (int64_t i = start; i < end; i++) {                                                       \
         const real xi = CAPPED_X(LOAD_X(x[i]), caps), yi = CAPPED_Y(LOAD_Y(y[i]), caps);          \
         const Element e = element(xi, yi, row, parameters);                                       \
@@ -109,6 +158,8 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real sca
                 d_log_p += e.d_log_p;                                                             \
                 d_log_q += e.d_log_q;                                                             \
             }                                                                                     \
+            if (BOTH_ARE_LOGITS)                                                                  \
+                excess += e.excess;                                                               \
         }                                                                                         \
         if (WANT_INPUT && want_gradient)                                                          \
             input_gradient[i] = STORE_X(e.input * (input_upstream * (INPUT_IS_CAPPED ? cap_slope(xi, caps.input) : 1)));    \
@@ -116,54 +167,68 @@ CLONES NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real sca
             target_gradient[i] = STORE_Y(e.target * (target_upstream * (TARGET_IS_CAPPED ? cap_slope(yi, caps.target) : 1))); \
     }
 
+enum { TAME, APART, GUARDED };
+
 /* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
-   done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: they
-   are never tame. */
+   done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: of them a
+   whole row is apart, or guarded. */
 INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row, Caps caps,
-                  Parameters parameters, real upstream, Sums *sums, int want_sum, int want_gradient)
+                  Parameters parameters, real upstream, Sums *sums, int vocabulary, int want_sum, int want_gradient)
 {
     const real input_upstream = INPUT_IS_LOGITS ? upstream * row.input_scale : upstream;
     const real target_upstream = TARGET_IS_LOGITS ? upstream * row.target_scale : upstream;
     (void)input_upstream, (void)target_upstream, (void)caps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real term = 0, d_log_p = 0, d_log_q = 0;
+        real term = 0, d_log_p = 0, d_log_q = 0, excess = 0;
         ubits wildest_x = 0, wildest_y = 0;
         const int64_t next_end = end + SPAN < n ? end + SPAN : n;
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(X))
             PREFETCH(x + i);
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
             PREFETCH(y + i);
-#if !NEEDS_NORMS
+#if HAS_APART
+        if (vocabulary == APART) {
+            SWEEP_SPAN(apart_element)
+        } else
+#elif !NEEDS_NORMS
         SWEEP_SPAN(tame_element)
         if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW))
 #endif
         {
-            term = d_log_p = d_log_q = 0;
+            term = d_log_p = d_log_q = excess = 0;
             SWEEP_SPAN(k_element)
         }
         if (want_sum) {
             sums->term += term;
             sums->d_log_p += d_log_p;
             sums->d_log_q += d_log_q;
+            sums->excess += excess;
         }
     }
+    (void)vocabulary;
 }
 
-#define SWEEP(name, want_sum, want_gradient) \
+#define SWEEP(name, vocabulary, want_sum, want_gradient) \
     CLONES NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
                                      Row row, Caps caps, Parameters parameters, real upstream, Sums *sums) \
-    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, want_sum, want_gradient); }
+    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, vocabulary, want_sum, want_gradient); }
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
 #define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT)
 #if ONE_SWEEP
-SWEEP(sum_and_gradient, 1, 1)
+SWEEP(sum_and_gradient, TAME, 1, 1)
 #else
-SWEEP(sum, 1, 0)
+SWEEP(sum, NEEDS_NORMS ? GUARDED : TAME, 1, 0)
 #if WANT_GRADIENT
-SWEEP(gradient, 0, 1)
+SWEEP(gradient, NEEDS_NORMS ? GUARDED : TAME, 0, 1)
+#endif
+#if HAS_APART
+SWEEP(apart_sum, APART, 1, 0)
+#if WANT_GRADIENT
+SWEEP(apart_gradient, APART, 0, 1)
+#endif
 #endif
 #endif
 
@@ -182,6 +247,62 @@ INLINE void set_row(Row *row, LogSumExp input, LogSumExp target, const Arguments
     const double shift = (target.top - input.top) + (log(target.total) - log(input.total));
     row->shift_high = (real)shift;
     row->shift_low = (real)(shift - (double)row->shift_high);
+}
+#endif
+
+#if HAS_APART
+/* Both norms and the sums of a row whose distributions are apart; otherwise returns 0. */
+static int sum_apart(const X *x, const Y *y, int64_t n, Row *row, Caps caps, Parameters parameters, const Arguments *a,
+                     LogSumExp *input, LogSumExp *target, Sums *sums)
+{
+#if HAS_OVERLAP
+    const double exponent = overlap_exponent(parameters);
+#else
+    const double exponent = 0;
+#endif
+    const Survey s = survey(x, y, n, caps, *row, (real)exponent);
+    if (!(s.x_total > 0 && s.x_total < MOST && s.y_total > 0 && s.y_total < MOST))
+        return 0;
+    input->total = s.x_total;
+    target->total = s.y_total;
+    set_row(row, *input, *target, a);
+#if HAS_MOMENTS
+    const double shift = log2(s.x_total / s.y_total);
+    const Element whole = of_moments((real)((s.cross_p / s.y_total + shift) * 0.6931471805599453),
+                                     (real)((s.cross_q / s.x_total + shift) * 0.6931471805599453),
+                                     (real)(s.overlap / s.x_total * exp2(exponent * shift)), parameters);
+    *sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
+#else
+    *sums = (Sums){ 0, 0, 0, 0 };
+    apart_sum(x, y, 0, 0, n, *row, caps, parameters, 0, sums);
+#endif
+    return is_apart(*sums);
+}
+#endif
+
+#if NEEDS_NORMS
+/* The same of any row */
+static void sum_guarded(const X *x, const Y *y, int64_t n, Row *row, Caps caps, Parameters parameters, const Arguments *a,
+                        LogSumExp *input, LogSumExp *target, Sums *sums)
+{
+#if INPUT_IS_LOGITS
+    input->total = total_x(x, n, caps, row->input_scale, row->input_top);
+#endif
+#if TARGET_IS_LOGITS
+    target->total = total_y(y, n, caps, row->target_scale, row->target_top);
+#endif
+    for (int pass = 0; pass < 2; pass++) {
+        set_row(row, *input, *target, a);
+        *sums = (Sums){ 0, 0, 0, 0 };
+        sum(x, y, 0, 0, n, *row, caps, parameters, 0, sums);
+        /* The totals' rounding is in the shift between the norms, and shows in the masses as an excess. Smooth kinds have
+           its square, and seldom too much of it; total_variation has it as it is. */
+        const double wrong = fabs(sums->excess) * fmax(fabs(sums->d_log_p), fabs(sums->d_log_q));
+        if (!(wrong > 1e-6 * fabs(sums->term) && wrong < MOST))
+            break;
+        input->total *= exp(0.5 * sums->excess);
+        target->total *= exp(-0.5 * sums->excess);
+    }
 }
 #endif
 
@@ -220,32 +341,35 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     Row row = { 0 };
     const Caps caps = { (real)a->input_cap, (real)a->target_cap };
-    Sums sums = { 0, 0, 0 };
+    Sums sums = { 0, 0, 0, 0 };
     LogSumExp input = { 0, 0 }, target = { 0, 0 };
-    (void)input_gradient, (void)target_gradient;
+    int apart = 0;
+    (void)input_gradient, (void)target_gradient, (void)apart;
 #if NEEDS_NORMS
     const double *known = a->known_state;
     if (known) {
         input = (LogSumExp){ known[r], known[a->rows + r] };
         target = (LogSumExp){ known[2 * a->rows + r], known[3 * a->rows + r] };
-        sums = (Sums){ known[4 * a->rows + r], known[5 * a->rows + r], known[6 * a->rows + r] };
+        sums = (Sums){ known[4 * a->rows + r], known[5 * a->rows + r], known[6 * a->rows + r], 0 };
+        set_row(&row, input, target, a);
+#if HAS_APART
+        apart = is_apart(sums) && fabs(input.top) < INFINITY && fabs(target.top) < INFINITY;
+#endif
     } else {
 #if INPUT_IS_LOGITS
-        const real x_scale = (real)(1 / a->input_temperature);
-        const double x_top = CAPPED_X((real)top_x(x, n), caps);
-        input.top = x_top * (double)x_scale;
-        input.total = total_x(x, n, caps, x_scale, (real)x_top);
+        input.top = CAPPED_X((real)top_x(x, n), caps) * (double)(real)(1 / a->input_temperature);
 #endif
 #if TARGET_IS_LOGITS
-        const real y_scale = (real)(1 / a->target_temperature);
-        const double y_top = CAPPED_Y((real)top_y(y, n), caps);
-        target.top = y_top * (double)y_scale;
-        target.total = total_y(y, n, caps, y_scale, (real)y_top);
+        target.top = CAPPED_Y((real)top_y(y, n), caps) * (double)(real)(1 / a->target_temperature);
 #endif
+        set_row(&row, input, target, a);
+#if HAS_APART
+        if (fabs(input.top) < INFINITY && fabs(target.top) < INFINITY)
+            apart = sum_apart(x, y, n, &row, caps, parameters, a, &input, &target, &sums);
+#endif
+        if (!apart)
+            sum_guarded(x, y, n, &row, caps, parameters, a, &input, &target, &sums);
     }
-    set_row(&row, input, target, a);
-    if (!known)
-        sum(x, y, input_gradient, target_gradient, n, row, caps, parameters, 0, &sums);
     row.input_sum_gradient = (real)sums.d_log_q;
     row.target_sum_gradient = (real)sums.d_log_p;
 #elif ONE_SWEEP
@@ -255,7 +379,13 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     const Finish done = finish(sums.term, parameters);
 #if WANT_GRADIENT && !ONE_SWEEP
-    gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, (real)(weight * a->scale * done.slope), &sums);
+    const real upstream = (real)(weight * a->scale * done.slope);
+#if HAS_APART
+    if (apart)
+        apart_gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, &sums);
+    else
+#endif
+        gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, &sums);
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS((real)(weight * done.loss));

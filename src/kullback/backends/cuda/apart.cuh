@@ -5,11 +5,13 @@
    apart_: the distributions are known to be apart, so that close values need no series, and the scales are equal
    close_: any others */
 
+#define IS_NARROW (sizeof(X) == 2 && sizeof(Y) == 2)
+
 #define apart_abs k_abs
 #define apart_gap k_gap
 #define apart_small_gap k_gap
 #define apart_small_expm1 apart_expm1
-#define apart_bregman k_bregman
+#define apart_small_bregman k_small_bregman
 #define apart_log1p k_log1p
 
 INLINE real power_of_2(real x)
@@ -26,18 +28,44 @@ INLINE real product(real x, real y) { return __fmul_rn(x, y); }
 INLINE real binary(real scale) { return product(scale, 1.44269504f); }
 
 /* The rounding of top · scale is in the row's total too. */
-INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
+INLINE real close_logit_mass(real x, real top, real scale, real inverse_total)
 {
     return power_of_2(fmaf(x, binary(scale), -product(top, binary(scale)))) * inverse_total;
+}
+
+/* Of 16-bit rows the top is the whole norm, as an exponent: masses sum to 1 but for its rounding, which their gradients
+   do not show and their sums are corrected for. */
+INLINE real apart_logit_mass(real x, real top, real scale, real inverse_total)
+{
+    if (IS_NARROW)
+        return power_of_2(fmaf(x, binary(scale), -top));
+    return close_logit_mass(x, top, scale, inverse_total);
 }
 
 /* NaN of two -inf, and -inf, become what a mass of 0 makes nothing of. */
 INLINE real bounded(real ratio) { return fmaxf(ratio, -3e38f); }
 
+/* Powers of masses, as exponents */
+INLINE real apart_logit_root(real x, real top, real scale, real inverse_total)
+{
+    if (IS_NARROW)
+        return power_of_2(fmaf(x, 0.5f * binary(scale), -0.5f * top));
+    return power_of_2(fmaf(x, 0.5f * binary(scale), -0.5f * product(top, binary(scale)))) * sqrtf(inverse_total);
+}
+
+INLINE real apart_logit_overlap(real y, real y_top, real y_scale, real y_inverse_total,
+                                real x, real x_top, real x_scale, real x_inverse_total, real, real a)
+{
+    const real y_less = IS_NARROW ? y_top : product(y_top, binary(y_scale)) - log2f(y_inverse_total);
+    const real x_less = IS_NARROW ? x_top : product(x_top, binary(x_scale)) - log2f(x_inverse_total);
+    const real y_power = fmaf(y, binary(y_scale), -y_less), x_power = bounded(fmaf(x, binary(x_scale), -x_less));
+    return power_of_2(fmaf(a, y_power, (1 - a) * x_power));
+}
+
 /* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
 INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
 {
-    if (sizeof(X) == 2 && sizeof(Y) == 2)
+    if (IS_NARROW)
         return bounded(fmaf(y - x, y_scale, -shift) - shift_low);
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
@@ -58,11 +86,32 @@ INLINE real apart_sqrt(real x)
     return result;
 }
 
+INLINE real apart_log_blend(real ratio, real a, real b)
+{
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b;
+    return tame_log(larger + smaller * apart_exp(-k_abs(ratio)));
+}
+
+/* Where x is no smaller than masses that show */
+INLINE real apart_half_sign(real x) { return __saturatef(fmaf(x, 1e30f, 0.5f)) - 0.5f; }
+
+INLINE real close_logit_root(real x, real top, real scale, real inverse_total)
+{
+    return apart_sqrt(close_logit_mass(x, top, scale, inverse_total));
+}
+
+INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse_total,
+                                real x, real x_top, real x_scale, real x_inverse_total, real ratio, real a)
+{
+    const real p = close_logit_mass(y, y_top, y_scale, y_inverse_total), q = close_logit_mass(x, x_top, x_scale, x_inverse_total);
+    return (ratio < 0 ? q : p) * apart_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
+}
+
 #define close_abs k_abs
+#define close_half_sign k_half_sign
 #define close_near k_near
 #define close_log1p tame_log1p
-#define close_bregman tame_bregman
-#define close_logit_mass apart_logit_mass
+#define close_small_bregman k_small_bregman
 #define close_exp apart_exp
 #define close_log apart_log
 #define close_sqrt apart_sqrt
@@ -100,4 +149,12 @@ INLINE real close_expm1(real x)
     sum = sum * x + 1.6666667e-1f;
     sum = sum * x + 0.5f;
     return k_abs(x) < 0.5f ? x * x * sum + x : apart_exp(x) - 1;
+}
+
+INLINE real close_log_blend(real ratio, real a, real b)
+{
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = k_abs(ratio);
+    const real less = smaller * close_expm1(-d), near = less + log_correction(less);
+    const real far = tame_log(larger + smaller * apart_exp(-d));
+    return less > -0.29f ? near : far;
 }

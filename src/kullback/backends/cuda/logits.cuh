@@ -34,7 +34,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
-#define LEAST_APART (HAS_OVERLAP ? 0.1f : 0.02f)
+#define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
@@ -100,7 +100,7 @@ struct Arguments {
     float input_cap, target_cap;
     float exponent;                  /* of the overlap that a survey sums */
     int slots, slot_vectors, share, pieces; /* of the ring; vectors of a slot, of a block's share of a row; slots that it takes */
-    int mail, barriers;                     /* offsets */
+    int mail, barriers;                     /* offsets; the mail: [GROUPS, MAILBOXES, size · WARPS] letters */
 };
 
 /* What an element of the input counts as, and of the target */
@@ -297,8 +297,7 @@ __shared__ double results[GROUPS]; /* each of its group's first thread */
 struct Team { /* the threads that share a row */
     int lane, group;
     unsigned rank, size; /* of the block in the cluster */
-    int mail;            /* offset of this group's: [MAILBOXES, size · WARPS] letters */
-    unsigned exchanges;  /* so far */
+    unsigned exchanges : 2, turn : 30; /* of its mailboxes' turns, modulo 2; of rows read so far. Together: a register more would spill. */
 };
 
 /* Every warp gives a T, and every thread gets all of them, merged in the same order. Two mailboxes are enough: who
@@ -311,7 +310,7 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
 #else
     static_assert(sizeof(T) <= LETTER_BYTES);
     const int size = (int)team.size, lane = team.lane % 32, mailbox = team.exchanges % MAILBOXES;
-    T *letters = (T *)((unsigned char *)memory + team.mail + mailbox * size * WARPS * LETTER_BYTES);
+    T *letters = (T *)((unsigned char *)memory + a.mail + (team.group * MAILBOXES + mailbox) * size * WARPS * LETTER_BYTES);
 #if RESIDENT
     if (size > 1) {
         unsigned long long *arrived = ring.arrived(team.group * MAILBOXES + mailbox);
@@ -403,9 +402,20 @@ template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
+    if (team.lane >= share.vectors)
+        return;
+    Packed<X> x_next = load(x + team.lane * WIDTH);
+    Packed<Y> y_next = load(y + team.lane * WIDTH);
 #pragma unroll 1
-    for (int v = team.lane; v < share.vectors; v += LANES)
-        f(load(x + v * WIDTH), load(y + v * WIDTH), v);
+    for (int v = team.lane; v < share.vectors; v += LANES) { /* the next vectors come while these are computed */
+        const Packed<X> x_here = x_next;
+        const Packed<Y> y_here = y_next;
+        if (v + LANES < share.vectors) {
+            x_next = load(x + (v + LANES) * WIDTH);
+            y_next = load(y + (v + LANES) * WIDTH);
+        }
+        f(x_here, y_here, v);
+    }
 #endif
 }
 
@@ -486,6 +496,13 @@ INLINE double rounding_of(float top, float scale)
 INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
 INLINE double log_quotient_of(double y, double x) { return y < x ? -log(x / y) : log(y / x); }
 
+/* A row's norm as an exponent, and what its masses sum to when that was rounded */
+INLINE float norm_of(float top, float total, float scale) { return product(top, binary(scale)) + log2f(total); }
+INLINE float whole_of(float top, float total, float scale)
+{
+    return total * power_of_2(product(top, binary(scale)) - norm_of(top, total, scale));
+}
+
 /* log-normaliser of y less that of x, as floats found it */
 INLINE double shift_of(const Arguments &a, const Survey &survey, bool usual)
 {
@@ -501,8 +518,8 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     Row row;
     row.input_scale = a.input_scale;
     row.target_scale = a.target_scale;
-    row.input_top = survey.x_top;
-    row.target_top = survey.y_top;
+    row.input_top = VOCABULARY == APART && IS_NARROW ? norm_of(survey.x_top, survey.x_total, a.input_scale) : survey.x_top;
+    row.target_top = VOCABULARY == APART && IS_NARROW ? norm_of(survey.y_top, survey.y_total, a.target_scale) : survey.y_top;
     const double x_rounding = usual && INPUT_IS_LOGITS ? rounding_of(survey.x_top, a.input_scale) : 0;
     const double y_rounding = usual && TARGET_IS_LOGITS ? rounding_of(survey.y_top, a.target_scale) : 0;
     row.input_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.x_total * power_of_2((float)x_rounding) : survey.x_total);
@@ -578,8 +595,16 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
     if (VOCABULARY == APART)
+        sums.term = sums.excess = 0; /* so that nothing is computed for them */
+    sums = exchanged(a, ring, team, sums);
+    if (VOCABULARY == APART) {
+        if (IS_NARROW) {
+            sums.d_log_p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
+            sums.d_log_q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
+        }
         sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
-    return exchanged(a, ring, team, sums);
+    }
+    return sums;
 }
 
 template <int VOCABULARY>
@@ -651,20 +676,31 @@ INLINE unsigned first_row(int group) { return blockIdx.x * GROUPS + group; }
 INLINE unsigned row_step() { return gridDim.x * GROUPS; }
 #endif
 
-/* Rows of this cluster (of this group), in order; f(row, weight, whether it is read, how many were before it). A whole
-   warp calls. */
+INLINE double weight_of(const Arguments &a, unsigned r) { return a.weights ? (double)a.weights[r] : 1; }
+
+#if !RESIDENT
+/* The beginning of a row is on its way to the cache while the row before it is computed. */
+INLINE void prefetch_row(const Arguments &a, const Team &team, unsigned r)
+{
+    enum { LINE = 128 };
+    const unsigned x_first = team.lane * LINE / sizeof(X), y_first = team.lane * LINE / sizeof(Y);
+    if (r < a.rows && x_first < a.vocab)
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(a.x + r * a.x_stride + x_first));
+    if (r < a.rows && y_first < a.vocab)
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(a.y + r * a.y_stride + y_first));
+}
+#endif
+
+/* Rows of this cluster (of this group), in order; f(row, whether it is read). A whole warp calls. */
 template <typename F> INLINE void each_row(const Arguments &a, int group, F f)
 {
-    unsigned turn = 0;
     for (unsigned r = first_row(group); r < a.rows; r += row_step()) {
-        const double weight = a.weights ? (double)a.weights[r] : 1;
-        const bool is_read = agreed(weight != 0);
-        f(r, weight, is_read, turn);
-        turn += is_read;
+        const bool is_read = agreed(weight_of(a, r) != 0);
+        f(r, is_read);
     }
 }
 
-INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, double weight, Parameters parameters)
+INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, Parameters parameters)
 {
     const Share share = share_of(a, r, team.rank);
     Survey survey;
@@ -698,10 +734,10 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     if (usual) {
 #if IS_SURVEYED
         const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
-        const float x_less = log2f(x_inverse), y_less = log2f(y_inverse), shift = log2f(survey.x_total * y_inverse);
+        const float shift = log2f(survey.x_total * y_inverse);
         const Element whole = of_moments(y_inverse * (survey.cross_p + survey.y_total * shift) * LN2,
                                          x_inverse * (survey.cross_q + survey.x_total * shift) * LN2,
-                                         survey.overlap * power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less), parameters);
+                                         survey.overlap * x_inverse * power_of_2(a.exponent * shift), parameters);
         sums = { whole.term, whole.d_log_p, whole.d_log_q };
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
@@ -713,13 +749,15 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
         }
 #endif
         if (vocabulary == GUARDED && is_number(sums)) {
-            /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it;
-               total_variation has it as it is. */
+            /* The floats' shift is wrong by the excess. Of smooth kinds the sum has its square, and seldom too much of it;
+               total_variation's has it as it is, and so have gradients, beside a difference of about the sum's root. */
 #pragma unroll 1
             for (bool again = true; again;) {
                 sums = summed<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
-                const float wrong = fabsf(sums.excess) * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
-                again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term)) && is_number(sums);
+                const float excess = fabsf(sums.excess), term = fabsf(sums.term);
+                const float wrong = excess * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
+                again = correction == 0 && is_number(sums)
+                    && agreed(wrong > 1e-6f * term || (!IS_NARROW && excess * excess > 1e-12f * term));
                 if (again)
                     correction = -sums.excess;
             }
@@ -749,6 +787,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     }
 #endif
     const Finish done = finish(sums.term, parameters);
+    const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (team.lane == 0 && team.rank == 0) {
         const double loss = weight * done.loss;
         results[team.group] += loss;
@@ -804,24 +843,23 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     a.exponent = overlap_exponent(parameters);
 #endif
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
-    Team team = { (int)threadIdx.x % LANES, group, 0, 1, group * MAILBOXES * WARPS * LETTER_BYTES };
+    Team team = { (int)threadIdx.x % LANES, group, 0, 1 };
     Ring ring = {};
-    if (team.lane == 0 && group < GROUPS)
-        results[group] = 0;
+    if (threadIdx.x < GROUPS)
+        results[threadIdx.x] = 0;
 #if RESIDENT
     team.rank = cluster_rank();
     team.size = cluster_size();
     ring.count = a.slots;
     ring.vectors = a.slot_vectors;
     ring.pieces = a.pieces;
-    team.mail = a.mail + group * MAILBOXES * (int)team.size * WARPS * LETTER_BYTES;
     ring.barriers = a.barriers;
     if (threadIdx.x == 0) /* full and arrived: the one that says what to expect; empty: each warp that has read */
         for (int i = 0; i < 2 * a.slots + GROUPS * MAILBOXES; i++)
             initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
     synchronize_cluster();
     if (group == GROUPS) { /* the warp that fetches */
-        each_row(a, group, [&](unsigned r, double, bool is_read, unsigned) {
+        each_row(a, group, [&](unsigned r, bool is_read) {
             if (is_read && threadIdx.x % 32 == 0) {
                 const Share share = share_of(a, r, team.rank);
                 const X *x = share.x() + share.head + share.first * WIDTH;
@@ -839,23 +877,24 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             __syncwarp();
         });
     } else {
-        each_row(a, group, [&](unsigned r, double weight, bool is_read, unsigned turn) {
+        each_row(a, group, [&](unsigned r, bool is_read) {
             if (!is_read) {
                 if (r / row_step() % GROUPS == group)
                     clear(a, team, r);
                 return;
             }
-            if (turn % GROUPS == (unsigned)group)
-                one_row(a, ring, team, r, weight, parameters);
+            if (team.turn++ % GROUPS == group)
+                one_row(a, ring, team, r, parameters);
             ring.advance(ring.pieces);
         });
     }
 #else
-    each_row(a, group, [&](unsigned r, double weight, bool is_read, unsigned) {
+    each_row(a, group, [&](unsigned r, bool is_read) {
+        prefetch_row(a, team, r + row_step());
         if (!is_read)
             clear(a, team, r);
         else
-            one_row(a, ring, team, r, weight, parameters);
+            one_row(a, ring, team, r, parameters);
     });
 #endif
 #if RESIDENT

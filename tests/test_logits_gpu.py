@@ -1,0 +1,183 @@
+"""Kernels for logits on a GPU: equal to the bit, more than 2**31 elements, graphs, no syncs."""
+
+import contextlib
+
+import pytest
+import torch
+
+import kullback
+from tests import oracle
+from tests.conftest import relative_error
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ("kl", "jensen_shannon")
+CASES = [
+    pytest.param((64, 128256, torch.bfloat16), id="resident"),
+    pytest.param((16, 262144, torch.float32), id="streamed"),
+    pytest.param((512, 1000, torch.float32), id="short"),
+    pytest.param((33, 50257, torch.bfloat16), id="odd"),
+]
+
+
+def pair(rows, vocab, dtype, seed=0):
+    """A student's logits and a teacher's, from close to far, masked ones among them."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    y, noise = 3 * torch.randn(2, rows, vocab, device="cuda", generator=generator)
+    x = y + torch.logspace(-3, 0.3, rows, device="cuda")[:, None] * noise / 3
+    x[1::5, 100:200] = y[1::5, 100:200] = -torch.inf
+    return x.to(dtype), y.to(dtype)
+
+
+def results(x, y, kind, upstream):
+    """The mean and its gradient, written in forward; the rows' losses, and a gradient found in backward."""
+    x = x.detach().requires_grad_()
+    loss = kullback.divergence(x, y, kind)
+    losses = kullback.divergence(x, y, kind, reduction="none")
+    assert kullback.backend_info() == ("cuda", {})
+    return loss, *torch.autograd.grad(loss, x), losses, *torch.autograd.grad(losses, x, upstream)
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@contextlib.contextmanager
+def another_stream():
+    """What keeps the device busy beside the current stream, a few milliseconds a call."""
+    matrix, stream = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def work():
+        with torch.cuda.stream(stream):
+            (matrix @ matrix).logsumexp(-1)
+
+    yield work
+    stream.synchronize()
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["alone", "busy"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_hundred_runs_are_equal_to_the_bit(case, kind, is_busy):
+    x, y = pair(*case)
+    upstream = torch.randn(len(x), device="cuda")
+    first = results(x, y, kind, upstream)
+    with another_stream() as work:
+        for _ in range(100):
+            if is_busy:
+                work()
+            assert equal(results(x, y, kind, upstream), first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_alone_is_the_row_of_a_batch(case, kind):
+    rows, vocab, dtype = case
+    x, y = pair(*case)
+    upstream = torch.randn(rows, device="cuda")
+
+    def run(at):
+        a = x[at].clone().requires_grad_()
+        losses = kullback.divergence(a, y[at].clone(), kind, reduction="none")
+        total = kullback.divergence(a, y[at].clone(), kind, reduction="sum")
+        return losses, *torch.autograd.grad(losses, a, upstream[at]), *torch.autograd.grad(total, a)
+
+    batch = run(slice(None))
+    # Where a row begins between 16-byte boundaries, its vectors and so its sums are others.
+    aligned = [r for r in range(rows) if r * vocab * dtype.itemsize % 16 == 0]
+    for r in {*aligned[:4], *aligned[-4:]}:
+        at = slice(r, r + 1)
+        assert equal(run(at), [t[at] for t in batch])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "dtype"),
+    [
+        pytest.param(2**15 + 8, 2**16 + 8, torch.bfloat16, id="resident"),
+        pytest.param(2**13 + 8, 2**18, torch.float32, id="streamed"),
+        pytest.param(2**21 + 2**17, 1000, torch.bfloat16, id="short"),
+    ],
+)
+def test_more_than_two_to_the_31_elements(rows, vocab, dtype, kind):
+    assert rows * vocab > 2**31
+    y = torch.empty(rows, vocab, dtype=dtype, device="cuda").normal_(0, 2)
+    x = torch.empty_like(y).normal_().add_(y).requires_grad_()
+    upstream = torch.rand(rows, device="cuda") + 0.5
+    edges = [2**30 // vocab, 2**31 // vocab]
+    at = torch.tensor([0, 1, *(r + k for r in edges for k in (-1, 0, 1)), rows - 2, rows - 1], device="cuda")
+    a = x.detach()[at].double().requires_grad_()
+    truth = oracle.divergence(a, y[at], kind)
+    (gradient,) = torch.autograd.grad(truth.sum(), a)
+    # A bfloat16 is rounded by half its eps at most.
+    tolerance = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+
+    losses = kullback.divergence(x, y, kind, reduction="none")
+    (separate,) = torch.autograd.grad(losses, x, upstream)
+    for r, ours, theirs in zip(at, losses[at], truth, strict=True):
+        assert relative_error(ours, theirs) <= 1e-5, r
+    for r, ours, theirs in zip(at, separate[at], upstream[at, None] * gradient, strict=True):
+        assert relative_error(ours, theirs) <= tolerance, r
+    del separate
+
+    total = kullback.divergence(x, y, kind, reduction="sum")
+    # A half multiplies all that was written, and rounds none of it.
+    (written,) = torch.autograd.grad(total, x, torch.tensor(0.5, device="cuda"))
+    assert relative_error(total, losses.double().sum()) <= 1e-6
+    for r, ours, theirs in zip(at, written[at], 0.5 * gradient, strict=True):
+        assert relative_error(ours, theirs) <= tolerance, r
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_graph_capture_and_replay_with_new_data(case, kind, reduction):
+    x, y = pair(*case)
+    x.requires_grad_()
+    upstream = torch.ones(len(x) if reduction == "none" else (), device="cuda")
+
+    def step(a):
+        loss = kullback.divergence(a, y, kind, reduction=reduction)
+        loss.backward(upstream)
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x)
+            x.grad = None
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(x)
+    for seed in (1, 2, 3):
+        with torch.no_grad():
+            for static, new in zip((x, y), pair(*case, seed), strict=True):
+                static.copy_(new)
+            upstream.uniform_(0.5, 1.5)
+        graph.replay()
+        a = x.detach().clone().requires_grad_()
+        assert equal((step(a), a.grad), (loss, x.grad))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_no_host_synchronisation(case, kind):
+    x, y = pair(*case)
+    x.requires_grad_()
+    weight = torch.rand(len(x), device="cuda")
+    weight[::3] = 0
+    count, upstream = torch.tensor(7.0, device="cuda"), torch.rand(len(x), device="cuda")
+    run = lambda: [
+        kullback.divergence(x, y, kind, row_weight=weight, normalizer=count).backward(),
+        kullback.divergence(x, y, kind, row_weight=weight).backward(),
+        kullback.divergence(x, y, kind, row_weight=weight, reduction="none").backward(upstream),
+    ]
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
