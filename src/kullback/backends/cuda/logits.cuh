@@ -34,7 +34,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
-#define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
+#define LEAST_APART (HAS_OVERLAP ? 0.05f : 0.02f)
 #define MOST 1e15f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
@@ -402,20 +402,9 @@ template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
-    if (team.lane >= share.vectors)
-        return;
-    Packed<X> x_next = load(x + team.lane * WIDTH);
-    Packed<Y> y_next = load(y + team.lane * WIDTH);
 #pragma unroll 1
-    for (int v = team.lane; v < share.vectors; v += LANES) { /* the next vectors come while these are computed */
-        const Packed<X> x_here = x_next;
-        const Packed<Y> y_here = y_next;
-        if (v + LANES < share.vectors) {
-            x_next = load(x + (v + LANES) * WIDTH);
-            y_next = load(y + (v + LANES) * WIDTH);
-        }
-        f(x_here, y_here, v);
-    }
+    for (int v = team.lane; v < share.vectors; v += LANES)
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v);
 #endif
 }
 
@@ -678,19 +667,6 @@ INLINE unsigned row_step() { return gridDim.x * GROUPS; }
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.weights ? (double)a.weights[r] : 1; }
 
-#if !RESIDENT
-/* The beginning of a row is on its way to the cache while the row before it is computed. */
-INLINE void prefetch_row(const Arguments &a, const Team &team, unsigned r)
-{
-    enum { LINE = 128 };
-    const unsigned x_first = team.lane * LINE / sizeof(X), y_first = team.lane * LINE / sizeof(Y);
-    if (r < a.rows && x_first < a.vocab)
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(a.x + r * a.x_stride + x_first));
-    if (r < a.rows && y_first < a.vocab)
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(a.y + r * a.y_stride + y_first));
-}
-#endif
-
 /* Rows of this cluster (of this group), in order; f(row, whether it is read). A whole warp calls. */
 template <typename F> INLINE void each_row(const Arguments &a, int group, F f)
 {
@@ -749,15 +725,13 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
         }
 #endif
         if (vocabulary == GUARDED && is_number(sums)) {
-            /* The floats' shift is wrong by the excess. Of smooth kinds the sum has its square, and seldom too much of it;
-               total_variation's has it as it is, and so have gradients, beside a difference of about the sum's root. */
+            /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it;
+               total_variation has it as it is. */
 #pragma unroll 1
             for (bool again = true; again;) {
                 sums = summed<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
-                const float excess = fabsf(sums.excess), term = fabsf(sums.term);
-                const float wrong = excess * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
-                again = correction == 0 && is_number(sums)
-                    && agreed(wrong > 1e-6f * term || (!IS_NARROW && excess * excess > 1e-12f * term));
+                const float wrong = fabsf(sums.excess) * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
+                again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term)) && is_number(sums);
                 if (again)
                     correction = -sums.excess;
             }
@@ -889,8 +863,8 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
         });
     }
 #else
+    __syncthreads(); /* results are cleared */
     each_row(a, group, [&](unsigned r, bool is_read) {
-        prefetch_row(a, team, r + row_step());
         if (!is_read)
             clear(a, team, r);
         else
