@@ -77,22 +77,26 @@ def host(device: str) -> list[dict]:
 FIRST_USE = """
 import time, torch
 device = "cuda" if torch.cuda.is_available() else "cpu"
-x = torch.rand(64, 1000, device=device).softmax(-1)
+x = torch.rand(64, 128256, device=device).softmax(-1)
 float(x.sum())
 import kullback
 begin = time.perf_counter()
-float(kullback.kl_div(x, x, "batchmean", form="probs"))
+float(kullback.divergence(x, x, form="{form}"))
 print(time.perf_counter() - begin)
 """
 
 
-def first_use() -> dict[str, float]:
+def first_use(form: str) -> dict[str, float]:
     """Seconds of the first call in a process, with an empty cache and with a warm one."""
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "XDG_CACHE_HOME": directory}
         run = lambda: float(
             subprocess.run(
-                [sys.executable, "-c", FIRST_USE], env=environment, capture_output=True, text=True, check=True
+                [sys.executable, "-c", FIRST_USE.replace("{form}", form)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
         )
         return {"cold": run(), "warm": min(run() for _ in range(3))}
@@ -114,11 +118,12 @@ def main() -> None:
 
     with forced:
         if arguments.only not in ("cases", "logits"):
-            result = {"host": host(device), "first_use": first_use(), "provenance": bench.provenance(device)}
+            first = {form: first_use(form) for form in ("probs", "logits")}
+            result = {"host": host(device), "first_use": first, "provenance": bench.provenance(device)}
             save("host", result)
             for entry in result["host"]:
                 print({k: round(v, 1) for k, v in entry.items()})
-            print("first use", {k: round(v, 3) for k, v in result["first_use"].items()}, flush=True)
+            print("first use", first, flush=True)
         if arguments.only == "host":
             return
         listed = [(*case, True) for case in (cases.GPU if device == "cuda" else cases.CPU)]
