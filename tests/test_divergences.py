@@ -139,7 +139,7 @@ def test_total_variation_has_no_gradient_at_ties():
 @settings(max_examples=200, deadline=None)
 @given(st.floats(-700, 700), st.floats(-1 / 3, 1 / 3), st.floats(-300, 300), st.floats(1e-6, 1 - 1e-6))
 def test_series_against_many_digits(d, z, ratio, weight):
-    from kullback.formula import gap, log_blend, small_bregman
+    from kullback.formula import bregman, gap, log_blend, small_bregman
 
     mpmath.mp.dps = 400
     if d > -600:
@@ -147,7 +147,10 @@ def test_series_against_many_digits(d, z, ratio, weight):
         assert float(gap(torch.tensor(d, dtype=torch.float64))) == pytest.approx(truth, rel=1e-14)
     more = 1 + mpmath.mpf(z)
     truth = float(more * mpmath.log(more) - mpmath.mpf(z))
-    assert float(small_bregman(torch.tensor(z, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
+    for function in (bregman, small_bregman):
+        assert float(function(torch.tensor(z, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
+    truth = float(8 * more * mpmath.log(8 * more) - (8 * more - 1))
+    assert float(bregman(torch.tensor(8 * z + 7, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
     a, b = mpmath.mpf(weight), mpmath.mpf(1 - weight)
     quotient = mpmath.exp(mpmath.mpf(ratio))
     truth = float(mpmath.log((a * quotient + b) / max(quotient, 1)))

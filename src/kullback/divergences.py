@@ -18,12 +18,14 @@ from typing import NamedTuple
 from kullback.formula import (
     Value,
     absolute,
+    bregman,
     expm1,
     gap,
     half_sign,
     log,
     log1p,
     log_blend,
+    log_quotient,
     mass_times,
     near,
     overlap,
@@ -104,16 +106,24 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     other = 1.0 - weight
     mixture = weight * x.p + other * x.q
     relative = part_of(-x.excess, mixture)  # (p - q) / m
-    is_less = x.ratio < 0.0
-    larger = -log_blend(x.ratio, weight, other)  # one logarithm for both
-    p_share = larger + where(is_less, x.ratio, 0.0)
-    q_share = larger - where(is_less, 0.0, x.ratio)
-    return Element(
-        weight * divergence_from(mixture, x.p, p_share, other * relative)
-        + other * divergence_from(mixture, x.q, q_share, -(weight * relative)),
-        weight * mass_times(x.p, p_share),
-        other * mass_times(x.q, q_share),
-    )
+    # One logarithm for both shares: of the larger, whose part of the mixture is never small.
+    if x.centred:
+        is_less = x.ratio < 0.0
+        larger = -log_blend(x.ratio, weight, other)
+        p_share = larger + where(is_less, x.ratio, 0.0)
+        q_share = larger - where(is_less, 0.0, x.ratio)
+        p_term = divergence_from(mixture, x.p, p_share, other * relative)
+        q_term = divergence_from(mixture, x.q, q_share, -(weight * relative))
+        term = weight * p_term + other * q_term
+    else:
+        p_over = at_least(other * relative, -1.0)  # p/m - 1
+        q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
+        is_less = x.excess > 0.0
+        larger = log_quotient(where(is_less, x.q, x.p), mixture)
+        p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
+        q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
+        term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
+    return Element(term, weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share))
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
@@ -236,6 +246,11 @@ def alpha_shortfall(x: Pair, alpha: Value) -> Element:
 def divergence_from(mixture: Value, mass: Value, share: Value, over: Value) -> Value:
     """mass·log(mass/mixture) + mixture - mass >= 0, of the logarithm and mass/mixture - 1"""
     return near(over, 1 / 3, mixture * small_bregman(over), mass_times(mass, share) + (mixture - mass))
+
+
+def at_least(x: Value, bound: float) -> Value:
+    """max(x, bound) that lets NaN through."""
+    return where(x < bound, bound, x)
 
 
 class Divergence(NamedTuple):

@@ -191,8 +191,13 @@ def log_blend(ratio: Value, a: Value, b: Value) -> Value:
     return _apply("log_blend", ratio, a, b)
 
 
+def bregman(z: Value) -> Value:
+    """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
+    return _apply("bregman", z)
+
+
 def small_bregman(z: Value) -> Value:
-    """(1 + z)·log(1 + z) - z >= 0 where |z| < 1/3 is known, to full relative accuracy; z**2 / 2 for small z."""
+    """The same where |z| < 1/3 is known: no logarithm."""
     return _apply("small_bregman", z)
 
 
@@ -295,6 +300,13 @@ def _gap(d: Tensor) -> Tensor:
 _ATANH_SERIES = [2.0 / k for k in range(3, 33, 2)]
 
 
+def _bregman(z: Tensor) -> Tensor:
+    small = torch.abs(z) < 0.375
+    far = torch.where(small | torch.eq(z, -1.0), 1.0, z)
+    direct = torch.where(torch.eq(z, -1.0), 1.0, (1.0 + far) * torch.log1p(far) - far)
+    return torch.where(small, _small_bregman(z), direct)
+
+
 def _small_bregman(z: Tensor) -> Tensor:
     near = torch.where(torch.abs(z) < 0.375, z, 0.0)
     s = near / (2.0 + near)
@@ -332,6 +344,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "small_gap": _gap,
     "small_expm1": torch.expm1,
     "log_blend": _log_blend,
+    "bregman": _bregman,
     "small_bregman": _small_bregman,
 }
 

@@ -133,6 +133,19 @@ INLINE real k_small_bregman(real z)
 #endif
 }
 
+/* The caller brings log(1 + z), or any finite number where 1 + z = 0. */
+INLINE real bregman_of(real z, real logarithm)
+{
+    const real far = (z + 1) * logarithm - z;
+    const real near = k_small_bregman(z);
+    return k_abs(z) < (real)(1.0 / 3) ? near : far;
+}
+
+INLINE real k_bregman(real z)
+{
+    return bregman_of(z, z + 1 == 0 ? (real)0 : k_log(z + 1));
+}
+
 /* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
    infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
    tame_log of a normal positive number, tame_log1p, tame_log_quotient, tame_ratio_or_zero. Kernels try this first and look at the range of
@@ -152,6 +165,12 @@ INLINE real k_small_bregman(real z)
 INLINE real tame_mass_times(real mass, real x) { return mass * x; }
 INLINE real tame_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole); }
 INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
+
+INLINE real tame_bregman(real z)
+{
+    const real one_more = z + 1; /* 0 where z was rounded to -1 */
+    return bregman_of(z, tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
+}
 
 INLINE real tame_log_blend(real ratio, real a, real b)
 {

@@ -27,6 +27,7 @@ INLINE real bounded(real ratio) { return ratio > -3e38f ? ratio : -3e38f; }
 #define apart_half_sign k_half_sign
 #define apart_gap k_gap
 #define apart_small_gap k_small_gap
+#define apart_bregman k_bregman
 #define apart_small_bregman k_small_bregman
 #define apart_sqrt k_sqrt
 #define apart_log1p k_log1p

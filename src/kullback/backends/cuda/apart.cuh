@@ -11,6 +11,7 @@
 #define apart_gap k_gap
 #define apart_small_gap k_gap
 #define apart_small_expm1 apart_expm1
+#define apart_bregman k_bregman
 #define apart_small_bregman k_small_bregman
 #define apart_log1p k_log1p
 
@@ -111,6 +112,7 @@ INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse
 #define close_half_sign k_half_sign
 #define close_near k_near
 #define close_log1p tame_log1p
+#define close_bregman tame_bregman
 #define close_small_bregman k_small_bregman
 #define close_exp apart_exp
 #define close_log apart_log
