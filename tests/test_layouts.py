@@ -251,3 +251,9 @@ def test_jensen_shannon_is_symmetric_to_the_bit(vocab, epsilon, path, device, ge
         assert compare(one, other)
         assert compare(d_x, e_x)
         assert compare(d_y, e_y)
+
+
+def test_slices_of_no_rows(path, device):
+    x = torch.empty(0, 4, 5, device=device)
+    assert kullback.divergence(x[:, :-1], x[:, 1:]) == 0
+    assert kullback.divergence(x[:, :-1], x[:, 1:], reduction="none").shape == (0, 3)

@@ -433,3 +433,20 @@ def test_modes_subclasses_and_traces_see_operators(path, device, generator):
         warnings.simplefilter("ignore")  # the tracer's, of sizes it takes for constants
         traced = torch.jit.trace(loss, (x, y))
     torch.testing.assert_close(traced(y, x), loss(y, x))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DIVERGENCES if kind != "total_variation"])
+@pytest.mark.parametrize("teacher", [[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 3.0, 2.0]])
+def test_second_derivatives_at_ties(kind, teacher):
+    """What a formula splits at p = q is one side's there."""
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([teacher], dtype=torch.float64)
+    direction = torch.tensor([[1.0, 4.0, 9.0, 16.0]], dtype=torch.float64)
+    ours, truth = (
+        torch.autograd.grad((torch.autograd.grad(loss, x, create_graph=True)[0] * direction).sum(), x)[0]
+        for loss in (
+            kullback.divergence(x, y, kind, **oracle.PARAMETERS[kind]),
+            oracle.divergence(x, y, kind, **oracle.PARAMETERS[kind]).mean(),
+        )
+    )
+    torch.testing.assert_close(ours, truth)

@@ -1,6 +1,7 @@
 """What happens at zero, at the infinities, at NaN and among subnormal numbers."""
 
 import math
+from math import inf
 
 import pytest
 import torch
@@ -281,3 +282,34 @@ def test_peaked_logits_of_a_large_vocabulary_are_finite(kind, path, device, gene
     if kind in ("chi2", "renyi"):  # chi2 overflows float32; renyi of hardly overlapping rows is a known limit
         return
     torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+CPU_PATHS = pytest.mark.parametrize("path", ["torch", "c"], indirect=True)  # CUDA: docs/numerics.md, known limits
+
+
+@CPU_PATHS
+@pytest.mark.parametrize(
+    ("kind", "student", "teacher", "parameters"),
+    [
+        ("jensen_shannon", [0, 1, -inf, 2], [0, 3, 1, -1], {}),
+        ("reverse_kl", [0, 1, -inf, 2], [0, 3, 1, -1], {}),
+        ("kl", [0, 1, -inf, 2], [0, 3, -1e4, -1], {}),
+        ("alpha", [0, 1, -inf, 2], [0, 2, -inf, -1], {"alpha": -1.5}),
+    ],
+)
+def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, parameters, path):
+    """A row that was summed with guards is differentiated with them, though its sum looks as if it needed none."""
+    x, y = (torch.tensor([t], dtype=torch.float32, requires_grad=True) for t in (student, teacher))
+    each = torch.autograd.grad(kullback.divergence(x, y, kind, reduction="none", **parameters).sum(), (x, y))
+    total = torch.autograd.grad(kullback.divergence(x, y, kind, reduction="sum", **parameters), (x, y))
+    for ours, other in zip(each, total, strict=True):
+        assert torch.isfinite(other).all()
+        torch.testing.assert_close(ours, other)
+
+
+@CPU_PATHS
+@pytest.mark.parametrize("kind", ["reverse_kl", "jeffreys"])
+@pytest.mark.parametrize("logit", [-58.0, -70.0, -84.0, -86.0])
+def test_a_small_mass_over_none_is_infinite(kind, logit, path):
+    x, y = torch.tensor([[0.0, 0.0, logit]]), torch.tensor([[0.0, 1.0, -inf]])
+    assert kullback.divergence(x, y, kind) == inf

@@ -132,13 +132,16 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     mixture = alpha * x.p + other * x.q
     excess = other * x.excess  # m - p
     q_share = other * part_of(x.q, mixture)  # of q in m
-    over = -part_of(excess, mixture)  # p/m - 1
-    p_part = part_of(x.p, mixture)
-    share = near(over, 0.25, log1p(over), log(p_part))
-    plain = mass_times(x.p, share)
     if x.centred:
+        over = -part_of(excess, mixture)  # p/m - 1
+        share = near(over, 0.25, log1p(over), log(part_of(x.p, mixture)))
+        plain = mass_times(x.p, share)
         term = divergence_from(mixture, x.p, share, over)
-        return Element(term, plain + excess * (alpha * p_part), excess * q_share)
+        return Element(term, plain + excess * (alpha * part_of(x.p, mixture)), excess * q_share)
+    over = at_least(-part_of(excess, mixture), -1.0)
+    # A mixture of subnormal masses may round to 0.
+    apart = where(absolute(mixture) < 1e-45, 0.0, log_quotient(x.p, mixture))
+    plain = mass_times(x.p, near(over, 0.25, log1p(over), apart))
     return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
 

@@ -205,6 +205,11 @@ def _half_sign(x: Tensor) -> Tensor:
     return 0.5 * torch.sign(x)
 
 
+def _abs(x: Tensor) -> Tensor:
+    """Its derivative at 0 is 1: formulas that split at 0 count that to the positive side."""
+    return torch.where(x < 0, -x, x)
+
+
 def _near(x: Tensor, bound: float, close: Tensor, apart: Tensor) -> Tensor:
     return torch.where(torch.abs(x) < bound, close, apart)
 
@@ -274,9 +279,9 @@ def _logit_difference(
 def _log_blend(ratio: Tensor, a: Value, b: Value) -> Tensor:
     a, b = (torch.as_tensor(weight, dtype=ratio.dtype) for weight in (a, b))
     other = torch.where(ratio < 0, a, b)  # the weight of the smaller
-    less = other * torch.expm1(-torch.abs(ratio))
+    less = other * torch.expm1(-_abs(ratio))
     close = torch.abs(less) < 0.5
-    far = torch.where(ratio < 0, b, a) + other * torch.exp(-torch.abs(ratio))
+    far = torch.where(ratio < 0, b, a) + other * torch.exp(-_abs(ratio))
     return torch.where(close, torch.log1p(torch.where(close, less, 0.0)), torch.log(far))
 
 
@@ -322,7 +327,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "div": operator.truediv,
     "neg": operator.neg,
     "lt": operator.lt,
-    "abs": torch.abs,
+    "abs": _abs,
     "half_sign": _half_sign,
     "where": torch.where,
     "exp": torch.exp,

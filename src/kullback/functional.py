@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -178,9 +179,11 @@ def divergence(
         *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
         *(softcap, target_softcap, _valid_vocab(valid_vocab, input, target), *params, *params.values()),
     )
-    try:
-        problem = (_problem if torch.compiler.is_compiling() else _cached_problem)(*options)
-    except TypeError:  # an option that cannot be hashed, or one that is refused and says so again
+    problem = None
+    if not torch.compiler.is_compiling():
+        with contextlib.suppress(TypeError):  # an option that cannot be hashed, or one that is refused: said below
+            problem = _cached_problem(*options)
+    if problem is None:
         problem = _problem(*options)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
     weight = None if row_weight is None else _row_weight(row_weight, input)

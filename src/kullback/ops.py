@@ -70,7 +70,7 @@ class Slab(NamedTuple):
     def split(self) -> list[Slab]:
         """Itself; or, where a large tensor such as logits[:, :-1] has no view as rows, those of each first index."""
         x, y, c = self.input, self.target, self.coefficient
-        large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * x.size(0)
+        large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * max(x.size(0), 1)
         if not large or x.stride(-1) != 1 or y.stride(-1) != 1 or (_is_rows(x) and _is_rows(y)):
             return [self]
         whole = [x, y, None if c is None else c.expand(x.shape[:-1]), self.d_input, self.d_target]

@@ -165,7 +165,8 @@ class State(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> State:
-        return cls(LogSumExp(*packed[0:2]), LogSumExp(*packed[2:4]), Sums(*packed[4:7]))
+        # C marks rows by the sign of a total.
+        return cls(LogSumExp(packed[0], packed[1].abs()), LogSumExp(*packed[2:4]), Sums(*packed[4:7]))
 
 
 STATE_FIELDS = 7

@@ -157,7 +157,6 @@ INLINE real k_bregman(real z)
 #define tame_sqrt k_sqrt
 #define tame_expm1 k_expm1
 #define tame_gap k_gap
-#define tame_small_bregman k_small_bregman
 #define tame_small_gap k_small_gap
 #define tame_small_expm1 k_small_expm1
 #define tame_logit_difference k_logit_difference
@@ -170,14 +169,6 @@ INLINE real tame_bregman(real z)
 {
     const real one_more = z + 1; /* 0 where z was rounded to -1 */
     return bregman_of(z, tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
-}
-
-INLINE real tame_log_blend(real ratio, real a, real b)
-{
-    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = k_abs(ratio);
-    const real less = smaller * tame_expm1(-d), near = less + log_correction(less);
-    const real far = tame_log(larger + smaller * tame_exp(-d));
-    return less > (real)-0.29 ? near : far;
 }
 
 /* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of

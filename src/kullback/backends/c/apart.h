@@ -1,7 +1,7 @@
 /* The formula's vocabulary for rows of which both sides are logits and whose distributions are known to be apart: close
    values need no series. A sum shows afterwards whether it served: NaN or a huge number where it did not. In float. */
 
-/* 2^x of x < 128; 0 below -127. The polynomial is a minimax fit (docs/numerics.md). */
+/* 2^x of x < 128; 0 below -126.5. The polynomial is a minimax fit (docs/numerics.md). */
 INLINE real power_of_2(real x)
 {
     const real bounded = x > -127.0f ? x : -127.0f;
@@ -27,7 +27,6 @@ INLINE real bounded(real ratio) { return ratio > -3e38f ? ratio : -3e38f; }
 #define apart_half_sign k_half_sign
 #define apart_gap k_gap
 #define apart_small_gap k_small_gap
-#define apart_bregman k_bregman
 #define apart_small_bregman k_small_bregman
 #define apart_sqrt k_sqrt
 #define apart_log1p k_log1p
@@ -68,17 +67,18 @@ INLINE real apart_logit_root(real x, real top, real scale, real inverse_total)
     return power_of_2((x - top) * (0.5f * binary(scale))) * k_sqrt(inverse_total);
 }
 
+/* 2^(a·y_power + (1 - a)·x_power) */
 INLINE real blend_of_powers(real y_power, real x_power, real a)
 {
     const real power = a * y_power + (1 - a) * bounded(x_power);
     return power_of_2(power < 127.5f ? power : 127.5f);
 }
 
+/* By the ratio, whose multiples lose fewer digits than those of exponents */
 INLINE real apart_logit_overlap(real y, real y_top, real y_scale, real y_inverse_total,
                                 real x, real x_top, real x_scale, real x_inverse_total, real ratio, real a)
 {
-    const real y_power = (y - y_top) * binary(y_scale) + tame_log(y_inverse_total) * 1.44269504f;
-    const real x_power = (x - x_top) * binary(x_scale) + tame_log(x_inverse_total) * 1.44269504f;
-    (void)ratio;
-    return blend_of_powers(y_power, x_power, a);
+    const real p = apart_logit_mass(y, y_top, y_scale, y_inverse_total), q = apart_logit_mass(x, x_top, x_scale, x_inverse_total);
+    const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) * 1.44269504f;
+    return (ratio < 0 ? q : p) * power_of_2(power < 127.5f ? power : 127.5f);
 }

@@ -123,13 +123,13 @@ CLONES NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps cap
         for (int64_t i = start; i < end; i++) {
             const real x_power = (CAPPED_X(LOAD_X(x[i]), caps) - x_top) * x_factor;
             const real y_power = (CAPPED_Y(LOAD_Y(y[i]), caps) - y_top) * y_factor;
-            const real q = power_of_2(x_power), p = power_of_2(y_power), ratio = bounded(y_power - x_power);
+            const real q = power_of_2(x_power), p = power_of_2(y_power), ratio = y_power - x_power;
             x_total += q;
             y_total += p;
             if (HAS_CROSS_P)
-                cross_p += p * ratio;
+                cross_p += p * bounded(ratio);
             if (HAS_CROSS_Q)
-                cross_q += q * ratio;
+                cross_q += q * (ratio == ratio ? ratio : 0); /* a mass over none makes it infinite, and the row guarded */
             if (HAS_OVERLAP)
                 overlap += blend_of_powers(y_power, x_power, exponent);
         }
@@ -348,13 +348,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #if NEEDS_NORMS
     const double *known = a->known_state;
     if (known) {
-        input = (LogSumExp){ known[r], known[a->rows + r] };
+        apart = known[a->rows + r] > 0;
+        input = (LogSumExp){ known[r], fabs(known[a->rows + r]) };
         target = (LogSumExp){ known[2 * a->rows + r], known[3 * a->rows + r] };
         sums = (Sums){ known[4 * a->rows + r], known[5 * a->rows + r], known[6 * a->rows + r], 0 };
         set_row(&row, input, target, a);
-#if HAS_APART
-        apart = is_apart(sums) && fabs(input.top) < INFINITY && fabs(target.top) < INFINITY;
-#endif
     } else {
 #if INPUT_IS_LOGITS
         input.top = CAPPED_X((real)top_x(x, n), caps) * (double)(real)(1 / a->input_temperature);
@@ -390,7 +388,8 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     if (a->loss)
         a->loss[r] = STORE_LOSS((real)(weight * done.loss));
     if (a->state) {
-        const double parts[] = { input.top, input.total, target.top, target.total,
+        const double mark = HAS_APART && !apart ? -1 : 1; /* of the input's total: whether the gradient is to be guarded */
+        const double parts[] = { input.top, mark * input.total, target.top, target.total,
                                  sums.term, sums.d_log_p, sums.d_log_q };
         for (int k = 0; k < 7; k++)
             a->state[k * a->rows + r] = parts[k];

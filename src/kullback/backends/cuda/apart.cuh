@@ -11,7 +11,6 @@
 #define apart_gap k_gap
 #define apart_small_gap k_gap
 #define apart_small_expm1 apart_expm1
-#define apart_bregman k_bregman
 #define apart_small_bregman k_small_bregman
 #define apart_log1p k_log1p
 
@@ -78,7 +77,6 @@ INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLE
 INLINE real apart_mass_times(real mass, real x) { return mass * x; }
 INLINE real apart_ratio_or_zero(real x, real y) { return tame_ratio_or_zero(x, y > 1e-37f ? y : 1e-37f); }
 INLINE real apart_part_of(real x, real whole) { return apart_ratio_or_zero(x, whole); }
-INLINE real apart_log_quotient(real p, real q) { return apart_log(apart_ratio_or_zero(p, q)); }
 
 INLINE real apart_sqrt(real x)
 {
@@ -112,7 +110,6 @@ INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse
 #define close_half_sign k_half_sign
 #define close_near k_near
 #define close_log1p tame_log1p
-#define close_bregman tame_bregman
 #define close_small_bregman k_small_bregman
 #define close_exp apart_exp
 #define close_log apart_log
@@ -120,7 +117,6 @@ INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse
 #define close_mass_times apart_mass_times
 #define close_ratio_or_zero apart_ratio_or_zero
 #define close_part_of apart_part_of
-#define close_log_quotient apart_log_quotient
 
 INLINE real close_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
 {
