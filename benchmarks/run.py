@@ -130,6 +130,8 @@ def main() -> None:
         if device == "cuda" and arguments.only != "cases":
             logits = [(rows, vocab, dtype, "logits", kind, rivals) for rows, vocab, dtype, kind, rivals in cases.LOGITS]
             listed = logits if arguments.only == "logits" else listed + logits
+        if arguments.only == "logits":
+            listed = [case for case in listed if case[3] == "logits"]
         results = []
         for rows, vocab, dtype, form, kind, rivals in listed:
             torch._dynamo.reset()
