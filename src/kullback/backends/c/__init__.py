@@ -163,7 +163,6 @@ def source(variant: Variant) -> str:
         **tame_ranges(variant.form, variant.target_form),
         "INPUT_IS_LOGITS": int(variant.form == "logits"),
         "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
-        "BOTH_ARE_LOGITS": int(problem.form == problem.target_form == "logits"),
         "HAS_APART": int(apart),
         "INPUT_IS_CAPPED": int(variant.capped[0]),
         "TARGET_IS_CAPPED": int(variant.capped[1]),

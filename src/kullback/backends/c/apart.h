@@ -67,11 +67,13 @@ INLINE real apart_logit_root(real x, real top, real scale, real inverse_total)
     return power_of_2((x - top) * (0.5f * binary(scale))) * k_sqrt(inverse_total);
 }
 
+/* The same of any x: 2^127.5 from there on */
+INLINE real large_power_of_2(real x) { return power_of_2(x < 127.5f ? x : 127.5f); }
+
 /* 2^(a·y_power + (1 - a)·x_power) */
 INLINE real blend_of_powers(real y_power, real x_power, real a)
 {
-    const real power = a * y_power + (1 - a) * bounded(x_power);
-    return power_of_2(power < 127.5f ? power : 127.5f);
+    return large_power_of_2(a * y_power + (1 - a) * bounded(x_power));
 }
 
 /* By the ratio, whose multiples lose fewer digits than those of exponents */
@@ -79,6 +81,5 @@ INLINE real apart_logit_overlap(real y, real y_top, real y_scale, real y_inverse
                                 real x, real x_top, real x_scale, real x_inverse_total, real ratio, real a)
 {
     const real p = apart_logit_mass(y, y_top, y_scale, y_inverse_total), q = apart_logit_mass(x, x_top, x_scale, x_inverse_total);
-    const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) * 1.44269504f;
-    return (ratio < 0 ? q : p) * power_of_2(power < 127.5f ? power : 127.5f);
+    return (ratio < 0 ? q : p) * large_power_of_2((ratio < 0 ? a * ratio : (a - 1) * ratio) * 1.44269504f);
 }

@@ -158,7 +158,7 @@ CLONES NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps cap
                 d_log_p += e.d_log_p;                                                             \
                 d_log_q += e.d_log_q;                                                             \
             }                                                                                     \
-            if (BOTH_ARE_LOGITS)                                                                  \
+            if (INPUT_IS_LOGITS && TARGET_IS_LOGITS && !apart)                                    \
                 excess += e.excess;                                                               \
         }                                                                                         \
         if (WANT_INPUT && want_gradient)                                                          \
@@ -167,13 +167,11 @@ CLONES NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps cap
             target_gradient[i] = STORE_Y(e.target * (target_upstream * (TARGET_IS_CAPPED ? cap_slope(yi, caps.target) : 1))); \
     }
 
-enum { TAME, APART, GUARDED };
-
 /* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
    done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: of them a
    whole row is apart, or guarded. */
 INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row, Caps caps,
-                  Parameters parameters, real upstream, Sums *sums, int vocabulary, int want_sum, int want_gradient)
+                  Parameters parameters, real upstream, Sums *sums, int apart, int want_sum, int want_gradient)
 {
     const real input_upstream = INPUT_IS_LOGITS ? upstream * row.input_scale : upstream;
     const real target_upstream = TARGET_IS_LOGITS ? upstream * row.target_scale : upstream;
@@ -188,7 +186,7 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
             PREFETCH(y + i);
 #if HAS_APART
-        if (vocabulary == APART) {
+        if (apart) {
             SWEEP_SPAN(apart_element)
         } else
 #elif !NEEDS_NORMS
@@ -206,28 +204,28 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
             sums->excess += excess;
         }
     }
-    (void)vocabulary;
+    (void)apart;
 }
 
-#define SWEEP(name, vocabulary, want_sum, want_gradient) \
+#define SWEEP(name, apart, want_sum, want_gradient) \
     CLONES NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
                                      Row row, Caps caps, Parameters parameters, real upstream, Sums *sums) \
-    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, vocabulary, want_sum, want_gradient); }
+    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, apart, want_sum, want_gradient); }
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
 #define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT)
 #if ONE_SWEEP
-SWEEP(sum_and_gradient, TAME, 1, 1)
+SWEEP(sum_and_gradient, 0, 1, 1)
 #else
-SWEEP(sum, NEEDS_NORMS ? GUARDED : TAME, 1, 0)
+SWEEP(sum, 0, 1, 0)
 #if WANT_GRADIENT
-SWEEP(gradient, NEEDS_NORMS ? GUARDED : TAME, 0, 1)
+SWEEP(gradient, 0, 0, 1)
 #endif
 #if HAS_APART
-SWEEP(apart_sum, APART, 1, 0)
+SWEEP(apart_sum, 1, 1, 0)
 #if WANT_GRADIENT
-SWEEP(apart_gradient, APART, 0, 1)
+SWEEP(apart_gradient, 1, 0, 1)
 #endif
 #endif
 #endif
