@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kullback.backends import build, c
+from kullback.backends import build
+from kullback.backends.c import compile
 
 FUNCTIONS = ("exp", "log", "expm1", "log1p")
 # The issue asks 1 ulp of log and exp; the others are what their users need.
@@ -20,8 +21,8 @@ def library(request):
     text = "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
-            c.library(),
-            (c.HERE / "apart.h").read_text() if not double else "#define power_of_2(x) exp2(x)",
+            compile.library(),
+            (compile.HERE / "apart.h").read_text() if not double else "#define power_of_2(x) exp2(x)",
             "void apply_exp2(const real *x, real *y, int64_t n)",
             "{ for (int64_t i = 0; i < n; i++) y[i] = power_of_2(x[i]); }",
             *(
@@ -35,8 +36,8 @@ def library(request):
             "{ for (int64_t i = 0; i < n; i++) b[i] = (float)load_bfloat16(x[i]), h[i] = (float)load_float16(x[i]); }",
         ]
     )
-    command = c.compiler()
-    path = build.cached(repr((command, text)), ".so", lambda: c._compile(command, text))
+    command = compile.compiler()
+    path = build.cached(compile.key(command, text), ".so", lambda: compile._compile(command, text))
     return ctypes.CDLL(str(path)), np.float64 if double else np.float32
 
 

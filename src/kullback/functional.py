@@ -1,25 +1,19 @@
-"""User functions: contracts, argument order, reductions, row weights. What is wrong is said here, once."""
+"""User functions: contracts, argument order, reductions, row weights."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import functools
 import itertools
 import math
-import operator
-from collections.abc import Iterable
-from typing import Any, NoReturn, SupportsIndex
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kullback import ops
-from kullback.divergences import DIVERGENCES
+from kullback import checks, linear, ops, sparse
 from kullback.forms import FORMS
+from kullback.linear import Projection
 from kullback.rows import Problem, accumulator
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
 KL = {(q, p): Problem("kl", q, p) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
@@ -63,9 +57,9 @@ def kl_div(
     >>> kullback.kl_div(q.log(), p, reduction="batchmean")
     tensor(0.3466)
     """
-    _check_pair(input, target)
-    _check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
-    _check_name("form", form, ELEMENTWISE_FORMS)
+    checks.check_pair(input, target)
+    checks.check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
+    checks.check_name("form", form, ELEMENTWISE_FORMS)
     # "batchmean" divides by the input's own first dimension, also where it is broadcast: as torch.
     batch = input.size(0) if input.dim() else 1
     if input.shape != target.shape:
@@ -73,7 +67,8 @@ def kl_div(
             input, target = torch.broadcast_tensors(input, target)
         except RuntimeError:
             raise ValueError(
-                f"input and target must have shapes that broadcast; got {_shape(input)} and {_shape(target)}"
+                "input and target must have shapes that broadcast; "
+                f"got {checks.shape(input)} and {checks.shape(target)}"
             ) from None
     dtype = torch.promote_types(input.dtype, target.dtype)
     if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
@@ -173,41 +168,254 @@ def divergence(
     >>> kullback.divergence(student, teacher, "jensen_shannon", weight=0.5, reduction="none")
     tensor([0.0807])
     """
-    _check_pair(input, target)
-    _check_name("reduction", reduction, ROW_REDUCTIONS)
-    options: tuple[Any, ...] = (
+    checks.check_pair(input, target)
+    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
+    problem = checks.problem_of(
         *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
-        *(softcap, target_softcap, _valid_vocab(valid_vocab, input, target), *params, *params.values()),
+        *(softcap, target_softcap, checks.valid_vocab(valid_vocab, input, target), *params, *params.values()),
     )
-    problem = None
-    if not torch.compiler.is_compiling():
-        with contextlib.suppress(TypeError):  # an option that cannot be hashed, or one that is refused: said below
-            problem = _cached_problem(*options)
-    if problem is None:
-        problem = _problem(*options)
     dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
-    weight = None if row_weight is None else _row_weight(row_weight, input)
+    weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:
-        _check_inplace(input, target, form, weight, reduction, normalizer)
-    return _reduce(input, target, weight, reduction, normalizer, problem, dtype, inplace)
+        checks.check_inplace(input, target, form, weight, reduction, normalizer)
+    return _reduce(
+        lambda coefficient, scale: ops.total(input, target, coefficient, scale, problem, dtype, inplace),
+        lambda coefficient: ops.per_row(input, target, coefficient, problem, dtype),
+        input,
+        weight,
+        reduction,
+        normalizer,
+        dtype,
+    )
+
+
+def topk_divergence(
+    input: Tensor,
+    target_values: Tensor,
+    target_indices: Tensor,
+    kind: str = "kl",
+    *,
+    form: str = "logits",
+    target_form: str = "log_probs",
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    row_weight: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    **params: float,
+) -> Tensor:
+    """Divergence from a teacher that is known at k words of each row: its best log-probabilities and their ids.
+
+    The student's row is read once, and its gradient written once; there is never a dense teacher. What the k entries
+    leave is told by `tail`:
+
+    =========== =================================================================================================
+    bucket      one more outcome: the teacher's 1 - Σ p against the student's mass outside the ids. Never negative;
+                with k = vocab the dense loss, else the least that a teacher with these entries can have.
+    renormalize both are taken given that the word is one of the k: neither has any other mass.
+    zero        the entries as they are and nothing else: the student has mass where the teacher has none. The
+                usual Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
+    =========== =================================================================================================
+
+    Args:
+        input: the student's logits (log_probs, probs), `[..., vocab]`, floating point.
+        target_values: the teacher's entries, `[..., k]`, floating point.
+        target_indices: their ids, `[..., k]`, an integer dtype. Entries of the same id are summed; those of id -1 are
+            left out, whatever their value.
+        kind: as of :func:`divergence`.
+        form: what `input` holds.
+        target_form: what `target_values` holds: "log_probs", "probs", or "logits", of which nothing is known but their
+            softmax over the k: they go with `tail` "renormalize" and "zero".
+        tail: "bucket", "renormalize" or "zero".
+        temperature: divides the student's logits; no factor T² is applied.
+        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the words outside the
+            ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
+        logit_scale, softcap: of the student's logits, as of :func:`divergence`.
+        valid_vocab: how many elements of the student's row count.
+        row_weight, reduction, normalizer, **params: as of :func:`divergence`.
+
+    Returns:
+        `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are no words.
+            On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
+
+    The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are words outside
+    the ids, so that one whose entries sum to 1 has a finite reverse_kl. A row without ids has a divergence of 0.
+
+    Source: docs/mathematics.md.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 1.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0, -1.0]])
+    >>> log_p, ids = teacher.log_softmax(-1).topk(2)
+    >>> kullback.topk_divergence(student, log_p, ids)
+    tensor(0.1004)
+    >>> own = student.topk(2).indices  # the student's choice of words: reverse_kl on policy
+    >>> kullback.topk_divergence(student, teacher.log_softmax(-1).gather(-1, own), own, "reverse_kl")
+    tensor(0.0968)
+    """
+    checks.check_tensor("input", input)
+    checks.check_name("form", form, FORMS)
+    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
+    checks.check_entries("target_values", target_values, target_indices, input)
+    valid = checks.valid_width(valid_vocab, input.size(-1))
+    weight = None if row_weight is None else checks.row_weight(row_weight, input)
+    problem = checks.problem_of(  # the teacher's as of logits: its entries may be tempered, whatever they are
+        *(kind, form, "logits", temperature, target_temperature, logit_scale, 1.0),
+        *(softcap, None, valid, *params, *params.values()),
+    )
+    words = valid or input.size(-1)
+    support = sparse.support(target_values, target_indices, target_form, tail, form, problem, words)
+    held, small = sparse.on_support(input, support)
+    target = support.target
+    dtype = torch.promote_types(held.dtype, target.dtype)
+    return _reduce(
+        lambda coefficient, scale: ops.total(held, target, coefficient, scale, small, dtype),
+        lambda coefficient: ops.per_row(held, target, coefficient, small, dtype),
+        held,
+        weight,
+        reduction,
+        normalizer,
+        dtype,
+    )
+
+
+def linear_divergence(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    target_weight: Tensor | None = None,
+    kind: str = "kl",
+    *,
+    bias: Tensor | None = None,
+    target_bias: Tensor | None = None,
+    target_form: str | None = None,
+    target_indices: Tensor | None = None,
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
+    row_weight: Tensor | None = None,
+    reduction: str = "mean",
+    normalizer: float | Tensor | None = None,
+    chunk_rows: int | None = None,
+    **params: float,
+) -> Tensor:
+    """Divergence of two language models from their hidden states: of softmax(input @ weight.T + bias) from the teacher.
+
+    ``divergence(F.linear(input, weight, bias), F.linear(target, target_weight, target_bias), kind, ...)``, of which the
+    logits are in memory a chunk of rows at a time. A sum or mean writes its gradients as it goes: a product each for
+    the logits of both models, the gradient of `input` and that of `weight`; what needs no gradient costs no product,
+    and of a teacher without gradients nothing is kept. Losses of single rows (reduction "none") keep 56 bytes a row,
+    and their backward projects again.
+
+    Args:
+        input: the student's hidden states, `[..., hidden]`, floating point.
+        weight: its head, `[vocab, hidden]`, of the same dtype.
+        target: the teacher's hidden states, `[..., target hidden]`; without `target_weight` its `[..., vocab]` logits
+            or what else `target_form` says; with `target_indices` its entries at those ids, `[..., k]`.
+        target_weight: the teacher's head, `[vocab, target hidden]`.
+        kind: as of :func:`divergence`.
+        bias, target_bias: of the heads, `[vocab]`.
+        target_form: what `target` holds if it is no hidden state: "logits" (the default), "probs" or "log_probs" (the
+            default with `target_indices`).
+        target_indices, tail: a teacher known at k words of each row, as of :func:`topk_divergence`.
+        temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap, row_weight,
+            reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
+            The weight of jensen_shannon is `weight_` here, since `weight` is the head.
+        valid_vocab: how many words count, where a head is padded or one is longer.
+        chunk_rows: rows of a chunk; by default as many as 1.25 GiB of both models' logits hold.
+
+    Returns:
+        `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states
+        and heads are cast as `F.linear` casts them.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype; hidden states and a head of different dtypes.
+        ValueError: shapes or devices that differ; unknown names; options out of range.
+        RuntimeError: in backward, where gradients of gradients are asked for.
+
+    Logits are rounded to the dtype of the hidden states, as a model's own are; all else is float32 or better. A head's
+    gradient is summed over chunks in float32. Source: docs/performance.md.
+
+    >>> import torch, kullback
+    >>> hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> teacher, its_head = torch.tensor([[1.0]]), torch.tensor([[1.0], [1.0], [0.0]])
+    >>> kullback.linear_divergence(hidden, head, teacher, its_head)
+    tensor(0.3776)
+    """
+    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
+    checks.check_chunk_rows(chunk_rows)
+    params = {name.removesuffix("_"): value for name, value in params.items()}
+    student = Projection(*checks.projection("input", input, "weight", weight, "bias", bias))
+    if target_weight is not None:
+        projected = checks.projection("target", target, "target_weight", target_weight, "target_bias", target_bias)
+        teacher = Projection(*projected)
+    else:
+        checks.check_tensor("target", target)
+        teacher = Projection(target)
+    checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
+    row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
+    ids = None
+    if target_indices is not None:
+        words = checks.valid_width(valid_vocab, student.words) or student.words
+        problem = checks.problem_of(
+            *(kind, "logits", "logits", temperature, target_temperature, logit_scale, 1.0),
+            *(softcap, None, 0, *params, *params.values()),
+        )
+        form = "log_probs" if target_form is None else target_form
+        support = sparse.support(target, target_indices, form, tail, "logits", problem, words)
+        teacher, ids, problem = Projection(support.target), support.ids.flatten(0, -2), support.problem
+    else:
+        words = checks.shared_words(valid_vocab, student.words, teacher.words)
+        teacher = teacher.of_words(words)
+        problem = checks.problem_of(
+            *(kind, "logits", target_form, temperature, target_temperature, logit_scale, target_logit_scale),
+            *(softcap, target_softcap, 0, *params, *params.values()),
+        )
+    operands = linear.Operands(student.of_words(words).rows(), teacher.rows(), ids)
+    dtype = torch.promote_types(torch.promote_types(student.hidden.dtype, teacher.hidden.dtype), torch.float32)
+    shape, step = input.shape[:-1], chunk_rows or 0
+
+    def each(coefficient: Tensor | None) -> Tensor | None:
+        return None if coefficient is None else coefficient.expand(shape).reshape(-1)
+
+    return _reduce(
+        lambda coefficient, scale: linear.total(operands, each(coefficient), scale, problem, dtype, step),
+        lambda coefficient: linear.per_row(operands, each(coefficient), problem, dtype, step).view(shape),
+        input,
+        row_weight,
+        reduction,
+        normalizer,
+        dtype,
+    )
 
 
 def _reduce(
+    total: Callable[[Tensor | None, float], Tensor],
+    per_row: Callable[[Tensor | None], Tensor],
     input: Tensor,
-    target: Tensor,
     weight: Tensor | None,
     reduction: str,
     normalizer: float | Tensor | None,
-    problem: Problem,
     dtype: torch.dtype,
-    inplace: bool,
 ) -> Tensor:
-    total = functools.partial(ops.total, inplace=inplace) if inplace else ops.total
+    """The input's rows reduced, by what finds scale · Σ coefficient · loss and coefficient · loss of each row."""
     if normalizer is not None:
-        _check_normalizer(normalizer, reduction, input)
+        checks.check_normalizer(normalizer, reduction, input)
     if weight is not None and (weight.requires_grad or ops.hides_gradients()):
         # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
-        losses = ops.per_row(input, target, (weight.detach() != 0).to(weight.dtype), problem, dtype)
+        losses = per_row((weight.detach() != 0).to(weight.dtype))
         losses = (losses * weight).to(dtype)
         if reduction == "none":
             return losses
@@ -218,215 +426,21 @@ def _reduce(
         divisor = _nonzero(normalizer) if isinstance(normalizer, Tensor) else normalizer
         return (losses.sum() / divisor).to(dtype)
     if reduction == "none":
-        return ops.per_row(input, target, weight, problem, dtype)
+        return per_row(weight)
     if reduction == "sum":
-        return total(input, target, weight, 1.0, problem, dtype)
+        return total(weight, 1.0)
     if isinstance(normalizer, Tensor):
         if normalizer.requires_grad or ops.hides_gradients():
-            return (total(input, target, weight, 1.0, problem, dtype) / _nonzero(normalizer)).to(dtype)
+            return (total(weight, 1.0) / _nonzero(normalizer)).to(dtype)
         inverse = 1 / _nonzero(normalizer.detach().to(input.device, accumulator(input)))
-        weight = inverse if weight is None else weight * inverse
-        return total(input, target, weight, 1.0, problem, dtype)
+        return total(inverse if weight is None else weight * inverse, 1.0)
     if normalizer is not None:
-        return total(input, target, weight, 1 / normalizer, problem, dtype)
+        return total(weight, 1 / normalizer)
     if weight is not None:
-        return total(input, target, weight / _nonzero(weight.sum()), 1.0, problem, dtype)
-    rows = math.prod(input.shape[:-1])
-    return total(input, target, None, 1 / max(rows, 1), problem, dtype)
+        return total(weight / _nonzero(weight.sum()), 1.0)
+    return total(None, 1 / max(math.prod(input.shape[:-1]), 1))
 
 
 def _nonzero(divisor: Tensor) -> Tensor:
     """The divisor, or 1 for 0: with no weight at all the loss is 0, not NaN."""
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-
-
-def _problem(
-    kind: str,
-    form: str,
-    target_form: str | None,
-    temperature: float,
-    target_temperature: float | None,
-    logit_scale: float,
-    target_logit_scale: float | None,
-    softcap: float | None,
-    target_softcap: float | None,
-    valid: int,
-    *params: Any,
-) -> Problem:
-    """Of the options, checked; the kind's parameters come as their names and then their values."""
-    _check_name("kind", kind, DIVERGENCES)
-    _check_name("form", form, FORMS)
-    target_form = form if target_form is None else target_form
-    _check_name("target_form", target_form, FORMS)
-    inherits, follows = target_temperature is None, target_logit_scale is None
-    target_temperature = temperature if target_temperature is None else target_temperature
-    target_logit_scale = logit_scale if target_logit_scale is None else target_logit_scale
-    is_for_target = target_form == "logits"
-    scales = (
-        _of_logits("logit_scale", logit_scale, form, follows and is_for_target, "multiplies"),
-        _of_logits("target_logit_scale", target_logit_scale, target_form, follows, "multiplies"),
-    )
-    temperatures = (
-        _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
-        _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
-    )
-    caps = (
-        0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
-        0.0
-        if target_softcap is None
-        else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
-    )
-    # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
-    numbers = (
-        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
-        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
-        _quotient("softcap", caps[0], "logit_scale", scales[0]),
-        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
-        float(valid),
-    )
-    spec = DIVERGENCES[kind]
-    values = dict(spec.parameters)
-    given = len(params) // 2
-    for name, value in zip(params[:given], params[given:], strict=True):
-        if name not in values:
-            known = ", ".join(values) or "none"
-            raise ValueError(f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-        if not (-math.inf < value < math.inf and spec.admits(value)):
-            raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
-        values[name] = float(value)
-    return Problem(kind, form, target_form, (*numbers, *values.values()))
-
-
-# A training loop asks with the same options again and again. By type, since True is not to pass for 1.
-_cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
-
-
-def _valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
-    """As a Problem has it: 0 where all of both rows counts."""
-    if input.dim() == 0 or input.shape[:-1] != target.shape[:-1]:
-        raise ValueError(
-            f"input and target must have the same shape [..., vocab]; got {_shape(input)} and {_shape(target)}"
-        )
-    if valid is None:
-        if input.shape != target.shape:
-            raise ValueError(
-                f"input and target must have the same shape [..., vocab], unless valid_vocab says how much of it "
-                f"counts; got {_shape(input)} and {_shape(target)}"
-            )
-        return 0
-    if isinstance(valid, bool) or not isinstance(valid, (int, SupportsIndex)):
-        raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
-    valid = operator.index(valid) if not isinstance(valid, int) else valid
-    longest = min(input.size(-1), target.size(-1))
-    if not 0 < valid <= longest:
-        raise ValueError(f"valid_vocab must be from 1 to {longest}, the shorter vocabulary; got {valid}")
-    return 0 if input.size(-1) == target.size(-1) == valid else valid
-
-
-def _check_inplace(
-    input: Tensor,
-    target: Tensor,
-    form: str,
-    weight: Tensor | None,
-    reduction: str,
-    normalizer: float | Tensor | None,
-) -> None:
-    reason = ""
-    if form != "logits":
-        reason = f"is for logits; input holds {form}"
-    elif reduction == "none":
-        reason = 'goes with reduction "sum" or "mean"'
-    elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
-        reason = "leaves no logits to find a gradient of row_weight or normalizer from"
-    elif ops.is_observed(input, target):
-        reason = "is for plain eager calls, not for what traces or transforms them"
-    elif torch.is_grad_enabled() and input.requires_grad:
-        if input.is_leaf or (input._base is not None and input._base.is_leaf and input._base.requires_grad):
-            reason = "would overwrite a leaf that the caller still holds: input must be the result of an operation"
-        elif torch.float16 in (input.dtype, target.dtype):
-            reason = "is not for float16, whose gradients wait for a loss scaler's factor"
-        elif input.numel() and input.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
-            reason = "needs input and target in memory of their own"
-        elif not (
-            input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1 and input.stride(0) >= input.size(1))
-        ):
-            reason = f"needs an input whose rows lie apart and in order; got strides {list(input.stride())}"
-    if reason:
-        raise ValueError(f"inplace=True {reason}")
-
-
-def _quotient(name: str, value: float, of: str, scale: float) -> float:
-    """value / scale, which kernels hold in float32; 0 of a softcap that there is not."""
-    quotient = value / scale
-    if value and (scale != 1 or "softcap" in name) and not 1e-30 < quotient < 1e30:
-        raise ValueError(f"{name} / {of} must lie between 1e-30 and 1e30; got {value} / {scale}")
-    return quotient
-
-
-def _of_logits(name: str, value: float, form: str, is_for_other_side: bool, verb: str, otherwise: float = 1.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite; got {value}")
-    if form != "logits":
-        if (value != 1 or otherwise != 1) and not is_for_other_side:
-            raise ValueError(f"{name} {verb} logits, and form {form!r} holds none; got {value}")
-        return otherwise
-    return float(value)
-
-
-def _row_weight(weight: Tensor, input: Tensor) -> Tensor:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
-    if weight.dtype not in FLOATS and weight.dtype != torch.bool:
-        raise TypeError(f"row_weight must be of float or bool dtype; got {weight.dtype}")
-    if weight.shape != input.shape[:-1]:
-        raise ValueError(f"row_weight must have the rows' shape {_shape(input, -1)}; got {_shape(weight)}")
-    if weight.device != input.device:
-        raise ValueError(f"row_weight must be on the input's device {input.device}; got {weight.device}")
-    return weight.to(accumulator(input))
-
-
-def _check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor) -> None:
-    if reduction != "mean":
-        raise ValueError(f'normalizer goes with reduction "mean"; got reduction {reduction!r}')
-    if isinstance(normalizer, Tensor):
-        if normalizer.dim() != 0:
-            raise ValueError(f"normalizer must be a number or 0-d; got shape {_shape(normalizer)}")
-        if normalizer.device not in (input.device, torch.device("cpu")):
-            raise ValueError(f"normalizer must be on the input's device {input.device}; got {normalizer.device}")
-    elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
-        raise TypeError(f"normalizer must be a number or a 0-d tensor; got {type(normalizer).__name__}")
-    elif not 0 < normalizer < math.inf:
-        raise ValueError(f"normalizer must be positive and finite; got {normalizer}")
-
-
-def _check_pair(input: Tensor, target: Tensor) -> None:
-    for name, tensor in (("input", input), ("target", target)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
-    if input.device != target.device:
-        raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
-
-
-def _check_name(argument: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        _unknown(argument, name, known)
-
-
-def _unknown(argument: str, name: object, known: Iterable[str]) -> NoReturn:
-    names = tuple(known)
-    raise ValueError(f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, tuple(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
-
-
-def _shape(tensor: Tensor, drop: int | None = None) -> str:
-    return str(list(tensor.shape[:drop]))

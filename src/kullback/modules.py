@@ -59,3 +59,35 @@ class DivergenceLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])
+
+
+class LinearDivergenceLoss(nn.Module):
+    """:func:`kullback.linear_divergence` with its options held; tensors come with a call.
+
+    Heads come with a call too, so `weight` is the kind's parameter here.
+
+    >>> import torch, kullback
+    >>> loss = kullback.LinearDivergenceLoss("kl", temperature=2.0)
+    >>> hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> loss(hidden, head, torch.tensor([[1.0]]), torch.tensor([[1.0], [1.0], [0.0]]))
+    tensor(0.0934)
+    """
+
+    def __init__(self, kind: str = "kl", **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.options = options
+
+    def forward(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        target_weight: Tensor | None = None,
+        **tensors: Any,
+    ) -> Tensor:
+        options = {"weight_" if name == "weight" else name: value for name, value in self.options.items()}
+        return functional.linear_divergence(input, weight, target, target_weight, self.kind, **options, **tensors)
+
+    def extra_repr(self) -> str:
+        return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])

@@ -35,7 +35,7 @@ library.define(
 
 
 @functools.lru_cache(maxsize=1024)
-def _problem(divergence: str, numbers: tuple[float, ...]) -> Problem:
+def problem_of(divergence: str, numbers: tuple[float, ...]) -> Problem:
     kind, form, target_form = divergence.split()
     return Problem(kind, form, target_form, numbers)
 
@@ -131,7 +131,7 @@ def _value(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> Tensor:
-    problem = _problem(divergence, tuple(numbers))
+    problem = problem_of(divergence, tuple(numbers))
     return _total(input, target, coefficient, scale, problem, dtype, (False, False))[0]
 
 
@@ -143,7 +143,7 @@ def _per_row(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(divergence, tuple(numbers))
+    problem = problem_of(divergence, tuple(numbers))
     parts = []
     for slab in Slab(input, target, coefficient).split():
         x, y, weight, _ = slab.rows(problem)
@@ -162,7 +162,7 @@ def _gradient(
     of_input: bool,
     of_target: bool,
 ) -> tuple[Tensor, Tensor]:
-    problem = _problem(divergence, tuple(numbers))
+    problem = problem_of(divergence, tuple(numbers))
     d_input, d_target = _output(input, problem, of_input), _output(target, problem, of_target)
     first = 0
     for slab in Slab(input, target, cotangent, d_input, d_target).split():

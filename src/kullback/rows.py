@@ -182,6 +182,11 @@ def accumulator(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
+def held_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the few numbers of a row that are gathered from it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def documentation(kind: str) -> str:
     """The definition, from the divergence's docstring."""
     return inspect.getdoc(DIVERGENCES[kind].element) or kind

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kullback.backends import build
 from kullback.backends.build import BuildError
+from kullback.backends.c.compile import HERE, TYPES, function, library
+from kullback.backends.c.compile import compiler as compiler
+from kullback.backends.c.support import gather as gather
+from kullback.backends.c.support import scatter as scatter
 from kullback.printer import print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 
-HERE = Path(__file__).parent
-TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
-# Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised.
-FLAGS = [
-    "-std=gnu11",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-tree-pre",
-    "-shared",
-    "-fPIC",
-]
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
 
@@ -87,60 +67,6 @@ def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
     return None
 
 
-@functools.cache
-def compiler() -> tuple[str, ...]:
-    """The compiler and its flags, tried on a small kernel. Raises BuildError."""
-    name = os.environ.get("CC", "").strip() or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if name is None:
-        raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
-    binary = shutil.which(name.split()[0])
-    # Part of every cache key, since it is part of the command: another compiler compiles anew.
-    version = f"-DCOMPILER_VERSION={os.stat(binary).st_mtime_ns}" if binary else "-DCOMPILER_VERSION=0"
-    vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
-    error = ""
-    probe = "int probe(void) { return 0; }\n"
-    for extra in (["-fopenmp", *vectors], ["-fopenmp"], ["-fopenmp-simd"], []):
-        command = (*name.split(), *FLAGS, version, *extra)
-        try:
-            build.cached(repr((command, probe)), ".so", functools.partial(_compile, command, probe))
-        except BuildError as problem:
-            error = str(problem)
-            continue
-        return command
-    raise BuildError(error)
-
-
-def _compile(command: tuple[str, ...], source: str) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="kullback-") as directory:
-        code, binary = Path(directory) / "rows.c", Path(directory) / "rows.so"
-        code.write_text(source)
-        try:
-            done = subprocess.run(
-                [*command, str(code), "-o", str(binary), "-lm"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError as error:
-            raise BuildError(f"{command[0]} could not be run: {error}") from error
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
-        return binary.read_bytes()
-
-
-def library() -> str:
-    """The formula's vocabulary and the element types in C; wants REAL_IS_DOUBLE."""
-    shared = HERE.parent
-    files = (
-        HERE / "math.h",
-        shared / "logarithm.h",
-        HERE / "elementary.h",
-        shared / "numerics.h",
-        HERE / "types.h",
-    )
-    return "\n".join(file.read_text() for file in files)
-
-
 def source(variant: Variant) -> str:
     """The whole C file of a kernel."""
     problem = Problem(variant.kind, variant.form, variant.target_form)
@@ -183,15 +109,8 @@ def source(variant: Variant) -> str:
 def kernel(*fields: Any) -> Callable[[Arguments], None]:
     """The loaded kernel of the variant of these fields, compiled where the cache lacks it."""
     variant = Variant(*fields)
-    command, text = compiler(), source(variant)
-    path = build.cached(repr((command, text)), ".so", lambda: _compile(command, text))
-    try:
-        function = ctypes.CDLL(str(path)).kullback_rows
-    except (OSError, AttributeError) as error:  # for another machine, or in a folder that may not execute
-        raise BuildError(f"a compiled kernel could not be loaded: {error}") from error
-    function.argtypes = [ctypes.POINTER(Arguments)]
-    function.restype = None
-    return lambda arguments: function(ctypes.byref(arguments))
+    run = function(source(variant), "kullback_rows", Arguments)
+    return lambda arguments: run(ctypes.byref(arguments))
 
 
 def accumulate(

@@ -4,11 +4,6 @@
    Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
    the shape alone: neither the number of threads nor the rows beside a row can change its result. */
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 #define NOINLINE __attribute__((noinline))
 #define PREFETCH(p) __builtin_prefetch(p)
 
@@ -37,7 +32,7 @@ typedef struct { real input, target; } Caps;
 typedef struct { double top, total; } LogSumExp;
 
 #if NEEDS_NORMS
-CLONES NOINLINE static double top_x(const X *x, int64_t n)
+NOINLINE static double top_x(const X *x, int64_t n)
 {
     real top = -(real)INFINITY;
     real poison = 0; /* a maximum drops NaN; a sum of zeros does not */
@@ -50,7 +45,7 @@ CLONES NOINLINE static double top_x(const X *x, int64_t n)
     return (double)top + (double)poison;
 }
 
-CLONES NOINLINE static double top_y(const Y *y, int64_t n)
+NOINLINE static double top_y(const Y *y, int64_t n)
 {
     real top = -(real)INFINITY;
     real poison = 0;
@@ -63,7 +58,7 @@ CLONES NOINLINE static double top_y(const Y *y, int64_t n)
     return (double)top + (double)poison;
 }
 
-CLONES NOINLINE static double total_x(const X *x, int64_t n, Caps caps, real scale, real top)
+NOINLINE static double total_x(const X *x, int64_t n, Caps caps, real scale, real top)
 {
     double total = 0;
     (void)caps;
@@ -78,7 +73,7 @@ CLONES NOINLINE static double total_x(const X *x, int64_t n, Caps caps, real sca
     return total;
 }
 
-CLONES NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real scale, real top)
+NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real scale, real top)
 {
     double total = 0;
     (void)caps;
@@ -110,7 +105,7 @@ INLINE int is_apart(Sums sums)
 /* Both sides' masses against their tops, and the sums that divergences.py calls moments, with logarithms to base 2 */
 typedef struct { double x_total, y_total, cross_p, cross_q, overlap; } Survey;
 
-CLONES NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps caps, Row row, real exponent)
+NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps caps, Row row, real exponent)
 {
     Survey result = { 0, 0, 0, 0, 0 };
     const real x_top = row.input_top, y_top = row.target_top;
@@ -208,7 +203,7 @@ INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient,
 }
 
 #define SWEEP(name, apart, want_sum, want_gradient) \
-    CLONES NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
+    NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
                                      Row row, Caps caps, Parameters parameters, real upstream, Sums *sums) \
     { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, apart, want_sum, want_gradient); }
 
@@ -398,7 +393,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 /* Rows of one element whose term is the loss (`reduction="none"` of kl_div): a row is a vector lane. */
 #define ELEMENTWISE (FINISH_IS_IDENTITY && !NEEDS_NORMS)
 #if ELEMENTWISE
-CLONES NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
 {
     const Row row = { 0 };
     const real scale = (real)a->scale;

@@ -16,6 +16,8 @@ from kullback.backends.cuda.launch import TYPES, workspace
 from kullback.backends.cuda.launch import Launcher as Launcher
 from kullback.backends.cuda.launch import compile_cubin as compile_cubin
 from kullback.backends.cuda.launch import text as text
+from kullback.backends.cuda.support import gather as gather
+from kullback.backends.cuda.support import scatter as scatter
 from kullback.printer import print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 

@@ -25,6 +25,7 @@ from kullback.rows import (
     Sums,
     Wanted,
     accumulator,
+    held_dtype,
 )
 
 # Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
@@ -102,6 +103,54 @@ def gradient(
         if not problem.formula.finish_is_linear:
             _, slope = chunk.finish(chunk.state())
         chunk.write(gradients, rows, chunk.weighted(slope, cotangent, rows))
+
+
+def gather(problem: Problem, x: Tensor, ids: Tensor, rest: bool) -> Tensor:
+    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count."""
+    nothing = 0.0 if problem.form == "probs" else -math.inf
+    held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
+    for rows in _chunks(x):
+        values, columns = _counted(problem, x[rows]), ids[rows]
+        held[rows, : ids.size(1)] = values.gather(1, columns.clamp(min=0)).masked_fill_(columns < 0, nothing)
+        if rest:
+            others = values.masked_fill(_marked(columns, x.size(1)), nothing)
+            held[rows, -1] = others.sum(1) if problem.form == "probs" else others.logsumexp(1)
+    return held
+
+
+def scatter(problem: Problem, x: Tensor, ids: Tensor, held: Tensor, d_held: Tensor, out: Tensor) -> None:
+    """Write the gradient in x of what has gradient d_held in `held`, which `gather` found; zeros where that is 0."""
+    k, vocab = ids.shape[1], x.size(1)
+    for rows in _chunks(x):
+        values, columns = _counted(problem, x[rows]), ids[rows]
+        # A last column takes what belongs to no word.
+        gradient = values.new_zeros(values.size(0), vocab + 1)
+        if held.size(1) > k:
+            rest, d_rest = held[rows, k:], d_held[rows, k:]
+            if problem.form == "probs":
+                gradient[:] = d_rest
+            else:
+                shares = torch.exp(values - torch.where(rest == -math.inf, 0.0, rest))
+                gradient[:, :vocab] = torch.where(d_rest == 0, 0, shares * d_rest)
+        gradient.scatter_(1, torch.where(columns < 0, vocab, columns), d_held[rows, :k])
+        gradient = gradient[:, :vocab]
+        if problem.form == "logits":
+            cap, temperature = problem.caps[0], problem.temperatures[0]
+            slope = cap_slope(values * temperature, cap) / temperature
+            gradient = torch.where(gradient == 0, 0, gradient * slope)
+        out[rows] = gradient
+
+
+def _counted(problem: Problem, x: Tensor) -> Tensor:
+    """As they count: logits capped and tempered."""
+    values = x.to(held_dtype(x.dtype))
+    return capped(values, problem.caps[0]) / problem.temperatures[0] if problem.form == "logits" else values
+
+
+def _marked(ids: Tensor, vocab: int) -> Tensor:
+    """Which of a row's elements are among its ids."""
+    marks = ids.new_zeros((ids.size(0), vocab + 1), dtype=torch.bool)
+    return marks.scatter_(1, torch.where(ids < 0, vocab, ids), True)[:, :vocab]
 
 
 class Chunk:

@@ -1,0 +1,345 @@
+"""What is wrong with an argument is said here, once, before any work: its name, what came and what was wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from kullback import ops
+from kullback.divergences import DIVERGENCES
+from kullback.forms import FORMS
+from kullback.rows import Problem, accumulator
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TAILS = ("bucket", "renormalize", "zero")
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _problem(
+    kind: str,
+    form: str,
+    target_form: str | None,
+    temperature: float,
+    target_temperature: float | None,
+    logit_scale: float,
+    target_logit_scale: float | None,
+    softcap: float | None,
+    target_softcap: float | None,
+    valid: int,
+    *params: Any,
+) -> Problem:
+    """Of the options, checked; the kind's parameters come as their names and then their values."""
+    check_name("kind", kind, DIVERGENCES)
+    check_name("form", form, FORMS)
+    target_form = form if target_form is None else target_form
+    check_name("target_form", target_form, FORMS)
+    inherits, follows = target_temperature is None, target_logit_scale is None
+    target_temperature = temperature if target_temperature is None else target_temperature
+    target_logit_scale = logit_scale if target_logit_scale is None else target_logit_scale
+    is_for_target = target_form == "logits"
+    scales = (
+        _of_logits("logit_scale", logit_scale, form, follows and is_for_target, "multiplies"),
+        _of_logits("target_logit_scale", target_logit_scale, target_form, follows, "multiplies"),
+    )
+    temperatures = (
+        _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
+        _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
+    )
+    caps = (
+        0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
+        0.0
+        if target_softcap is None
+        else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
+    )
+    # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
+    numbers = (
+        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
+        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
+        _quotient("softcap", caps[0], "logit_scale", scales[0]),
+        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
+        float(valid),
+    )
+    spec = DIVERGENCES[kind]
+    values = dict(spec.parameters)
+    given = len(params) // 2
+    for name, value in zip(params[:given], params[given:], strict=True):
+        if name not in values:
+            known = ", ".join(values) or "none"
+            raise ValueError(f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+        if not (-math.inf < value < math.inf and spec.admits(value)):
+            raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
+        values[name] = float(value)
+    return Problem(kind, form, target_form, (*numbers, *values.values()))
+
+
+# A training loop asks with the same options again and again. By type, since True is not to pass for 1.
+_cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
+
+
+def problem_of(*options: Any) -> Problem:
+    if not torch.compiler.is_compiling():
+        with contextlib.suppress(TypeError):  # an option that cannot be hashed, or one that is refused: said below
+            return _cached_problem(*options)
+    return _problem(*options)
+
+
+def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
+    """As a Problem has it: 0 where all of both rows counts."""
+    if input.dim() == 0 or input.shape[:-1] != target.shape[:-1]:
+        raise ValueError(
+            f"input and target must have the same shape [..., vocab]; got {shape(input)} and {shape(target)}"
+        )
+    if valid is None and input.shape != target.shape:
+        raise ValueError(
+            f"input and target must have the same shape [..., vocab], unless valid_vocab says how much of it "
+            f"counts; got {shape(input)} and {shape(target)}"
+        )
+    valid = valid_width(valid, min(input.size(-1), target.size(-1)))
+    return 0 if input.size(-1) == target.size(-1) == valid else valid
+
+
+def valid_width(valid: int | None, longest: int) -> int:
+    """Of at most so many words; 0 where nothing is said."""
+    if valid is None:
+        return 0
+    if isinstance(valid, bool) or not isinstance(valid, (int, SupportsIndex)):
+        raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
+    valid = operator.index(valid) if not isinstance(valid, int) else valid
+    if not 0 < valid <= longest:
+        raise ValueError(f"valid_vocab must be from 1 to {longest}, the shorter vocabulary; got {valid}")
+    return valid
+
+
+def check_inplace(
+    input: Tensor,
+    target: Tensor,
+    form: str,
+    weight: Tensor | None,
+    reduction: str,
+    normalizer: float | Tensor | None,
+) -> None:
+    reason = ""
+    if form != "logits":
+        reason = f"is for logits; input holds {form}"
+    elif reduction == "none":
+        reason = 'goes with reduction "sum" or "mean"'
+    elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
+        reason = "leaves no logits to find a gradient of row_weight or normalizer from"
+    elif ops.is_observed(input, target):
+        reason = "is for plain eager calls, not for what traces or transforms them"
+    elif torch.is_grad_enabled() and input.requires_grad:
+        if input.is_leaf or (input._base is not None and input._base.is_leaf and input._base.requires_grad):
+            reason = "would overwrite a leaf that the caller still holds: input must be the result of an operation"
+        elif torch.float16 in (input.dtype, target.dtype):
+            reason = "is not for float16, whose gradients wait for a loss scaler's factor"
+        elif input.numel() and input.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+            reason = "needs input and target in memory of their own"
+        elif not (
+            input.is_contiguous() or (input.dim() == 2 and input.stride(1) == 1 and input.stride(0) >= input.size(1))
+        ):
+            reason = f"needs an input whose rows lie apart and in order; got strides {list(input.stride())}"
+    if reason:
+        raise ValueError(f"inplace=True {reason}")
+
+
+def _quotient(name: str, value: float, of: str, scale: float) -> float:
+    """value / scale, which kernels hold in float32; 0 of a softcap that there is not."""
+    quotient = value / scale
+    if value and (scale != 1 or "softcap" in name) and not 1e-30 < quotient < 1e30:
+        raise ValueError(f"{name} / {of} must lie between 1e-30 and 1e30; got {value} / {scale}")
+    return quotient
+
+
+def _of_logits(name: str, value: float, form: str, is_for_other_side: bool, verb: str, otherwise: float = 1.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value}")
+    if form != "logits":
+        if (value != 1 or otherwise != 1) and not is_for_other_side:
+            raise ValueError(f"{name} {verb} logits, and form {form!r} holds none; got {value}")
+        return otherwise
+    return float(value)
+
+
+def row_weight(weight: Tensor, input: Tensor) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
+    if weight.dtype not in FLOATS and weight.dtype != torch.bool:
+        raise TypeError(f"row_weight must be of float or bool dtype; got {weight.dtype}")
+    if weight.shape != input.shape[:-1]:
+        raise ValueError(f"row_weight must have the rows' shape {shape(input, -1)}; got {shape(weight)}")
+    if weight.device != input.device:
+        raise ValueError(f"row_weight must be on the input's device {input.device}; got {weight.device}")
+    return weight.to(accumulator(input))
+
+
+def check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor) -> None:
+    if reduction != "mean":
+        raise ValueError(f'normalizer goes with reduction "mean"; got reduction {reduction!r}')
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() != 0:
+            raise ValueError(f"normalizer must be a number or 0-d; got shape {shape(normalizer)}")
+        if normalizer.device not in (input.device, torch.device("cpu")):
+            raise ValueError(f"normalizer must be on the input's device {input.device}; got {normalizer.device}")
+    elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+        raise TypeError(f"normalizer must be a number or a 0-d tensor; got {type(normalizer).__name__}")
+    elif not 0 < normalizer < math.inf:
+        raise ValueError(f"normalizer must be positive and finite; got {normalizer}")
+
+
+def check_tensor(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
+
+
+def check_pair(input: Tensor, target: Tensor) -> None:
+    check_tensor("input", input)
+    check_tensor("target", target)
+    if input.device != target.device:
+        raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
+
+
+def check_name(argument: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        _unknown(argument, name, known)
+
+
+def _unknown(argument: str, name: object, known: Iterable[str]) -> NoReturn:
+    names = tuple(known)
+    raise ValueError(f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, tuple(known), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def shape(tensor: Tensor, drop: int | None = None) -> str:
+    return str(list(tensor.shape[:drop]))
+
+
+def check_chunk_rows(chunk_rows: int | None) -> None:
+    if chunk_rows is not None:
+        if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int):
+            raise TypeError(f"chunk_rows must be an integer; got {type(chunk_rows).__name__}")
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows must be positive; got {chunk_rows}")
+
+
+def projection(
+    name: str, hidden: Tensor, weight_name: str, weight: Tensor, bias_name: str, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, head and bias; cast where autocast is on, as F.linear casts them."""
+    given = {name: hidden, weight_name: weight, **({} if bias is None else {bias_name: bias})}
+    for which, tensor in given.items():
+        check_tensor(which, tensor)
+        if tensor.device != hidden.device:
+            raise ValueError(f"{which} must be on the device of {name}, {hidden.device}; got {tensor.device}")
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.size(-1) != weight.size(1):
+        raise ValueError(
+            f"{name} must have the shape [..., hidden] and {weight_name} [vocab, hidden]; "
+            f"got {shape(hidden)} and {shape(weight)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{bias_name} must have the shape {shape(weight, 1)}; got {shape(bias)}")
+    tensors = list(given.values())
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in [t.dtype for t in tensors]:
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        tensors = [tensor.to(dtype) for tensor in tensors]
+    for which, tensor in zip(given, tensors, strict=True):
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"{which} must have the dtype of {name}, {tensors[0].dtype}; got {tensor.dtype}")
+    return tensors[0], tensors[1], None if bias is None else tensors[2]
+
+
+def check_teacher(
+    input: Tensor,
+    target: Tensor,
+    target_weight: Tensor | None,
+    target_bias: Tensor | None,
+    target_form: str | None,
+    target_indices: Tensor | None,
+    tail: str,
+) -> None:
+    """That what says how a teacher is given goes together, and its rows are the student's."""
+    if target_indices is not None:
+        check_entries("target", target, target_indices, input)
+        if target_weight is not None:
+            raise ValueError("target_indices are of a target of entries, not of hidden states; got target_weight too")
+    elif tail != "bucket":
+        raise ValueError(f"tail goes with target_indices; got {tail!r} and none")
+    if target_weight is None and target_bias is not None:
+        raise ValueError("target_bias goes with target_weight; got none")
+    if target_weight is not None and target_form not in (None, "logits"):
+        raise ValueError(f"target_form must be 'logits' where there is a target_weight; got {target_form!r}")
+    if target.device != input.device:
+        raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
+    if target.dim() == 0 or target.shape[:-1] != input.shape[:-1]:
+        raise ValueError(f"target must have the rows of input, {[*input.shape[:-1], '...']}; got {shape(target)}")
+
+
+def shared_words(valid: int | None, student: int, teacher: int) -> int:
+    """How many words count of two vocabularies."""
+    if valid is None and student != teacher:
+        raise ValueError(
+            f"student and teacher must have the same vocabulary, unless valid_vocab says how much of it counts; "
+            f"got {student} and {teacher} words"
+        )
+    return valid_width(valid, min(student, teacher)) or student
+
+
+def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor) -> None:
+    """A sparse teacher's entries and their ids. Whether ids are words is said by `check_ids`."""
+    check_tensor(name, values)
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"target_indices must be of an integer dtype; got {indices.dtype}")
+    rows = input.shape[:-1]
+    if (
+        not input.dim()
+        or not values.dim()
+        or values.shape[:-1] != rows
+        or indices.shape != values.shape
+        or not values.size(-1)
+    ):
+        raise ValueError(
+            f"{name} and target_indices must both have the shape {[*rows, 'k']} for an input {shape(input)}; "
+            f"got {shape(values)} and {shape(indices)}"
+        )
+    for what, tensor in ((name, values), ("target_indices", indices)):
+        if tensor.device != input.device:
+            raise ValueError(f"{what} must be on the input's device {input.device}; got {tensor.device}")
+
+
+def check_tail(tail: str, target_form: str) -> None:
+    check_name("target_form", target_form, FORMS)
+    check_name("tail", tail, TAILS)
+    if target_form == "logits" and tail == "bucket":
+        raise ValueError(
+            'tail="bucket" needs what the entries leave of 1, which k logits do not tell: give log_probs, or '
+            'tail="renormalize" or "zero"'
+        )
+
+
+def check_ids(indices: Tensor, words: int) -> None:
+    """On a GPU by an assertion on the device, as an index out of range is found in torch: nothing waits for it."""
+    right = (indices >= -1) & (indices < words)
+    meaning = f"target_indices must lie from 0 to {words - 1}, or be -1"
+    if indices.device.type != "cpu" or torch.compiler.is_compiling() or ops.hides_gradients():
+        torch._assert_async(right.all(), meaning)
+    elif not right.all():
+        raise ValueError(f"{meaning}; got {indices[~right][0].item()}")

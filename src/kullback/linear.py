@@ -1,0 +1,414 @@
+"""Driver: hidden states x head. Rows are projected a chunk at a time, and their logits are never all in memory.
+
+    logits    = hidden @ weight.T + bias        a chunk of rows, of the student and of the teacher
+    verbs                                       the logits' gradient takes their place
+    d_hidden  = d_logits @ weight
+    d_weight += d_logits.T @ hidden             in float32
+
+A sum writes its gradients in the pass that finds it, four products in all, and keeps nothing else. Losses of single
+rows keep the rows' states, and backward projects again.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback import backends, sparse
+from kullback.ops import PROBLEM, is_observed, library, problem_of
+from kullback.rows import STATE_FIELDS, Problem, accumulator
+
+# Both sides' logits of a chunk. On a GPU a head's product needs about 2000 rows to run at its speed, and the float32
+# sum of a head's gradient is read and written once a chunk: docs/performance.md.
+CHUNK_BYTES = 5 << 28
+TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
+
+
+class Projection(NamedTuple):
+    """Hidden states and a head; without one, the values themselves."""
+
+    hidden: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def words(self) -> int:
+        return self.hidden.size(-1) if self.weight is None else self.weight.size(0)
+
+    def of_words(self, count: int) -> Projection:
+        """To the first so many words, nothing copied."""
+        if count == self.words:
+            return self
+        if self.weight is None:
+            return Projection(self.hidden[..., :count])
+        return Projection(self.hidden, self.weight[:count], None if self.bias is None else self.bias[:count])
+
+    def rows(self) -> Projection:
+        return self._replace(hidden=self.hidden.reshape(-1, self.hidden.size(-1)))
+
+
+class Operands(NamedTuple):
+    """Both models' rows; and where the teacher is a sparse one, its distinct ids, -1 where there is none."""
+
+    student: Projection
+    teacher: Projection
+    ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Operands:
+        """From what operators take."""
+        return cls(Projection(*tensors[:3]), Projection(*tensors[3:6]), tensors[6])
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self.student, *self.teacher, self.ids
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        """Of which of the first six a gradient is."""
+        enabled = torch.is_grad_enabled()
+        return tuple(enabled and t is not None and t.requires_grad for t in self.tensors[:6])
+
+
+TENSORS = (
+    "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? target_weight, Tensor? target_bias, Tensor? ids"
+)
+library.define(
+    f"linear_total({TENSORS}, Tensor? coefficient, float scale, {PROBLEM}, ScalarType dtype, int chunk_rows, "
+    "bool[] want) -> Tensor[]"
+)
+library.define(
+    f"linear_per_row({TENSORS}, Tensor? coefficient, {PROBLEM}, ScalarType dtype, int chunk_rows) -> (Tensor, Tensor)"
+)
+library.define(
+    f"linear_gradient({TENSORS}, Tensor state, Tensor cotangent, {PROBLEM}, int chunk_rows, bool[] want) -> Tensor[]"
+)
+
+
+class Side:
+    """One model's rows, a chunk at a time: projected, or as they are given; and what is pulled back through them."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        want: Sequence[bool],
+        step: int,
+        coefficient: Tensor | None,
+    ) -> None:
+        self.hidden, self.weight, self.bias = projection
+        hidden, weight, _ = projection
+        self.want = want  # the gradient of each of these
+        self.coefficient = coefficient
+        self.is_one_chunk = step >= hidden.size(0)
+        self.is_first_chunk = True
+        self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want[0] else None
+        self.d_weight: Tensor | None = None
+        self.d_bias: Tensor | None = None
+        if weight is None:
+            return
+        self.logits = hidden.new_empty(min(step, hidden.size(0)), weight.size(0))
+        if want[1]:
+            new = torch.empty_like if hidden.size(0) else torch.zeros_like
+            self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)
+        if want[2]:
+            self.d_bias = hidden.new_zeros(weight.size(0), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of the head's gradient while chunks are added to it."""
+        wide = torch.promote_types(self.hidden.dtype, torch.float32)
+        return self.hidden.dtype if self.is_one_chunk else wide
+
+    def values(self, rows: slice) -> Tensor:
+        """The chunk's logits, in memory that the next chunk's will take; or what was given."""
+        if self.weight is None:
+            return self.hidden[rows]
+        hidden = self.hidden[rows]
+        out = self.logits[: hidden.size(0)]
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.t(), out=out)
+        return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+
+    def place(self, rows: slice, values: Tensor) -> Tensor | None:
+        """Where the chunk's gradient is to be written: over the logits."""
+        if self.weight is None:
+            return None if self.d_hidden is None else self.d_hidden[rows]
+        return values if any(self.want) else None
+
+    def pull_back(self, rows: slice, d_logits: Tensor | None) -> None:
+        """From the chunk's logits to the hidden states and the head."""
+        if self.weight is None or d_logits is None:
+            return
+        if self.d_hidden is not None:
+            torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
+        if self.d_weight is not None:
+            self.add_product(self.d_weight, d_logits, self.read(rows))
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(0, dtype=self.d_bias.dtype)
+
+    def read(self, rows: slice) -> Tensor:
+        """The chunk's hidden states, 0 where the row does not count: 0 times what stands there may be NaN."""
+        hidden = self.hidden[rows]
+        if self.coefficient is None:
+            return hidden
+        return torch.where((self.coefficient[rows] != 0).unsqueeze(-1), hidden, 0)
+
+    def add_product(self, total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+        """total += d_logits.T @ hidden, where the total may be wider than they; the first product is put there."""
+        beta = 0 if self.is_first_chunk else 1
+        self.is_first_chunk = False
+        if total.dtype == hidden.dtype:
+            total.addmm_(d_logits.t(), hidden, beta=beta)
+        elif total.device.type == "cuda":
+            torch.addmm(total, d_logits.t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype), beta=beta)
+
+    def gradients(self) -> list[Tensor]:
+        """Those that were wanted, in the dtypes of what they are gradients of."""
+        found = (self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias)
+        return [gradient.to(of.dtype) for gradient, of in found if gradient is not None and of is not None]
+
+
+class Pass:
+    """The chunks of a problem, both sides projected."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        problem: Problem,
+        coefficient: Tensor | None,
+        chunk_rows: int,
+        want: Sequence[bool] = (False,) * 6,
+    ) -> None:
+        self.step = chunk_rows or step_of(operands)
+        self.problem, self.ids, self.coefficient = problem, operands.ids, coefficient
+        self.sides = (
+            Side(operands.student, want[:3], self.step, coefficient),
+            Side(operands.teacher, want[3:], self.step, coefficient),
+        )
+
+    def run(self, verb: str, *arguments: Any, of_rows: Sequence[Tensor | None] = (), writes: bool = True) -> list[Any]:
+        """The verb's results of each chunk, `of_rows` cut to its rows; gradients are pulled back as they come."""
+        results = []
+        for start in range(0, self.sides[0].hidden.size(0), self.step):
+            rows = slice(start, start + self.step)
+            x, y = (side.values(rows) for side in self.sides)
+            parts = [None if t is None else t[..., rows].contiguous() for t in of_rows]
+            places = [side.place(rows, t) for side, t in zip(self.sides, (x, y), strict=True)]
+            call = self._call if self.ids is None else functools.partial(self._on_support, self.ids[rows])
+            results.append(call(verb, x, y, [*parts, *arguments], places, writes))
+            for side, place in zip(self.sides, places, strict=True):
+                side.pull_back(rows, place)
+        return results
+
+    def _call(
+        self, verb: str, x: Tensor, y: Tensor, arguments: list[Any], places: list[Tensor | None], writes: bool
+    ) -> Any:
+        return backends.call(verb, self.problem, x, y, *arguments, *((tuple(places),) if writes else ()))
+
+    def _on_support(
+        self,
+        ids: Tensor,
+        verb: str,
+        x: Tensor,
+        y: Tensor,
+        arguments: list[Any],
+        places: list[Tensor | None],
+        writes: bool,
+    ) -> Any:
+        """The same of x at the ids, and its gradient from there."""
+        held = sparse.gather(self.problem, x, ids, y.size(-1) > ids.size(-1))
+        d_x, d_y = places
+        d_held = None if d_x is None else torch.empty_like(held)
+        gradients = ((d_held, d_y),) if writes else ()
+        result = backends.call(verb, sparse.small(self.problem), held, y, *arguments, *gradients)
+        if d_x is not None and d_held is not None:
+            sparse.scatter(self.problem, x, ids, held, d_held, d_x)
+        return result
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient for side in self.sides for gradient in side.gradients()]
+
+
+def step_of(operands: Operands) -> int:
+    """Rows of a chunk: as even a division as fits CHUNK_BYTES of logits."""
+    rows = operands.student.hidden.size(0)
+    heads = [side.weight for side in (operands.student, operands.teacher) if side.weight is not None]
+    bytes_per_row = sum(weight.size(0) * weight.itemsize for weight in heads)
+    most = max(1, CHUNK_BYTES // max(1, bytes_per_row))
+    even = math.ceil(rows / max(1, math.ceil(rows / most)))
+    return max(1, even if even < TILE else math.ceil(even / TILE) * TILE)
+
+
+def _total(*arguments: Any) -> list[Tensor]:
+    *tensors, coefficient, scale, divergence, numbers, dtype, chunk_rows, want = arguments
+    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
+    sum_dtype = accumulator(operands.student.hidden)
+    chunks = Pass(operands, problem, coefficient, chunk_rows, want)
+    losses = chunks.run("total", scale, sum_dtype, of_rows=(coefficient,))
+    loss = torch.stack(losses).sum() if losses else operands.student.hidden.new_zeros((), dtype=sum_dtype)
+    return [loss.to(dtype), *chunks.gradients()]
+
+
+def _per_row(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, coefficient, divergence, numbers, dtype, chunk_rows = arguments
+    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
+    parts = Pass(operands, problem, coefficient, chunk_rows).run(
+        "accumulate", dtype, of_rows=(coefficient,), writes=False
+    )
+    if not parts:
+        return operands.student.hidden.new_empty(0, dtype=dtype), operands.student.hidden.new_empty(
+            STATE_FIELDS, 0, dtype=torch.float64
+        )
+    losses, states = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(states, -1)
+
+
+def _gradient(*arguments: Any) -> list[Tensor]:
+    *tensors, state, cotangent, divergence, numbers, chunk_rows, want = arguments
+    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
+    chunks = Pass(operands, problem, cotangent, chunk_rows, want)
+    chunks.run("gradient", of_rows=(state, cotangent))
+    return chunks.gradients()
+
+
+for name, implementation in (("linear_total", _total), ("linear_per_row", _per_row), ("linear_gradient", _gradient)):
+    library.impl(name, implementation, "CompositeExplicitAutograd")
+
+
+def _fake_gradients(tensors: Sequence[Tensor | None], want: Sequence[bool]) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, wanted in zip(tensors, want, strict=True) if wanted and t is not None]
+
+
+@torch.library.register_fake("kullback::linear_total", lib=library)
+def _(*arguments: Any) -> list[Tensor]:
+    *_, dtype, _, want = arguments
+    return [arguments[0].new_empty((), dtype=dtype), *_fake_gradients(arguments[:6], want)]
+
+
+@torch.library.register_fake("kullback::linear_per_row", lib=library)
+def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+    input, rows = arguments[0], arguments[0].size(0)
+    return input.new_empty(rows, dtype=arguments[-2]), input.new_empty(STATE_FIELDS, rows, dtype=torch.float64)
+
+
+@torch.library.register_fake("kullback::linear_gradient", lib=library)
+def _(*arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[:6], arguments[-1])
+
+
+linear_total = torch.ops.kullback.linear_total.default
+linear_per_row = torch.ops.kullback.linear_per_row.default
+linear_gradient = torch.ops.kullback.linear_gradient.default
+
+
+def _is_observed(tensors: Sequence[Tensor | None]) -> bool:
+    return is_observed(*(t for t in tensors if t is not None))
+
+
+def _spread(found: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients that were wanted, each in its place."""
+    remaining = iter(found)
+    return [next(remaining) if wanted else None for wanted in want]
+
+
+class LinearTotal(torch.autograd.Function):
+    """scale · Σ coefficient · loss, and the gradients of all that wants one, found in the same pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        coefficient: Tensor | None,
+        scale: float,
+        problem: Problem,
+        dtype: torch.dtype,
+        chunk_rows: int,
+        want: tuple[bool, ...],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        find = linear_total if _is_observed(tensors) else _total
+        loss, *gradients = find(
+            *tensors, coefficient, scale, problem.spelling, problem.numbers, dtype, chunk_rows, list(want)
+        )
+        ctx.want = want
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(ONCE)
+        gradients = ctx.saved_tensors
+        if is_observed(upstream) or _keeps_graph():
+            gradients = [(gradient * upstream).to(gradient.dtype) for gradient in gradients]
+        else:
+            for gradient in gradients:
+                backends.scale_(gradient, upstream)
+        return *(None,) * 6, *_spread(gradients, ctx.want), None
+
+
+ONCE = "linear_divergence has no gradients of gradients; those of divergence(F.linear(input, weight), ...) are there"
+# Private; where it is missing, gradients are copied as if another backward were to come.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
+class LinearPerRow(torch.autograd.Function):
+    """coefficient · loss of each row; backward projects again and starts from the rows' states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        coefficient: Tensor | None,
+        problem: Problem,
+        dtype: torch.dtype,
+        chunk_rows: int,
+        want: tuple[bool, ...],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        find = linear_per_row if _is_observed(tensors) else _per_row
+        losses, state = find(*tensors, coefficient, problem.spelling, problem.numbers, dtype, chunk_rows)
+        ctx.problem, ctx.chunk_rows, ctx.want = problem, chunk_rows, want
+        ctx.save_for_backward(coefficient, state, *tensors)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(ONCE)
+        coefficient, state, *tensors = ctx.saved_tensors
+        cotangent = upstream.float() if upstream.dtype in (torch.float16, torch.bfloat16) else upstream
+        if coefficient is not None:
+            cotangent = cotangent * coefficient
+        problem = ctx.problem
+        find = linear_gradient if is_observed(upstream) else _gradient
+        gradients = find(*tensors, state, cotangent, problem.spelling, problem.numbers, ctx.chunk_rows, list(ctx.want))
+        return *(None,) * 5, *_spread(gradients, ctx.want), None
+
+
+def total(
+    operands: Operands,
+    coefficient: Tensor | None,
+    scale: float,
+    problem: Problem,
+    dtype: torch.dtype,
+    chunk_rows: int,
+) -> Tensor:
+    """scale · Σ coefficient · loss, 0-d."""
+    want = operands.wanted
+    if any(want) and torch.float16 in (operands.student.hidden.dtype, operands.teacher.hidden.dtype):
+        # Not written before a loss scaler's factor is known, which keeps them from underflow.
+        return (per_row(operands, coefficient, problem, dtype, chunk_rows).sum() * scale).to(dtype)
+    return LinearTotal.apply(coefficient, scale, problem, dtype, chunk_rows, want, *operands.tensors)  # type: ignore[no-any-return]
+
+
+def per_row(
+    operands: Operands, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype, chunk_rows: int
+) -> Tensor:
+    """coefficient · loss of each row."""
+    return LinearPerRow.apply(coefficient, problem, dtype, chunk_rows, operands.wanted, *operands.tensors)  # type: ignore[no-any-return]

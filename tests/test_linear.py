@@ -1,0 +1,432 @@
+"""Hidden states x head: equal to the divergence of the logits, whatever the chunks; what is kept, read and computed."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kullback
+from kullback import linear
+from tests import oracle
+from tests.conftest import relative_error, sample
+
+KINDS = list(oracle.PARAMETERS)
+ROWS, HIDDEN, TEACHER_HIDDEN, VOCAB = 13, 8, 6, 50
+CHUNKS = (1, 7, ROWS, None)
+
+
+def operands(generator, dtype=torch.float64, device="cpu", requires_grad=True, rows=(ROWS,), scale=1.0):
+    """input, weight, bias, target, target_weight, target_bias"""
+    shapes = ((*rows, HIDDEN), (VOCAB, HIDDEN), (VOCAB,), (*rows, TEACHER_HIDDEN), (VOCAB, TEACHER_HIDDEN), (VOCAB,))
+    tensors = [(scale * torch.randn(s, generator=generator, dtype=torch.float64)).to(dtype) for s in shapes]
+    return [t.to(device).requires_grad_(requires_grad) for t in tensors]
+
+
+def call(tensors, kind="kl", **options):
+    h, w, b, t, v, c = tensors
+    return kullback.linear_divergence(h, w, t, v, kind, bias=b, target_bias=c, **options)
+
+
+def reference(tensors, kind="kl", **options):
+    """The textbook's, of logits in one piece; float64 operands make it exact."""
+    h, w, b, t, v, c = tensors
+    return oracle.divergence(F.linear(h, w, b), F.linear(t, v, c), kind, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_values_and_all_six_gradients_in_any_chunks(path, device, generator, kind, reduction):
+    tensors = operands(generator, device=device)
+    weight = torch.rand(ROWS, generator=generator, dtype=torch.float64).to(device)
+    params = oracle.PARAMETERS[kind]
+    named = {"weight_" if name == "weight" else name: value for name, value in params.items()}
+    losses = reference(tensors, kind, temperature=1.5, target_temperature=0.8, **params) * weight
+    expected = {"mean": losses.sum() / weight.sum(), "sum": losses.sum(), "none": losses}[reduction]
+    upstream = torch.rand(expected.shape, generator=generator, dtype=torch.float64).to(device)
+    theirs = torch.autograd.grad(expected, tensors, upstream)
+    for chunk_rows in CHUNKS:
+        ours = call(
+            tensors,
+            kind,
+            temperature=1.5,
+            target_temperature=0.8,
+            row_weight=weight,
+            reduction=reduction,
+            chunk_rows=chunk_rows,
+            **named,
+        )
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        for mine, other in zip(torch.autograd.grad(ours, tensors, upstream), theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "reverse_kl"])
+@pytest.mark.parametrize("chunk_rows", [32, None])
+def test_no_worse_than_float32_logits(path, device, generator, dtype, kind, chunk_rows):
+    """Against float64 of the same operands; beside the loss that users write: the model's logits, cast to float32."""
+    shapes = (128, 64), (500, 64), (128, 48), (500, 48)
+    tensors = [
+        (0.35 * torch.randn(s, generator=generator)).to(dtype).to(device).requires_grad_(i < 2)
+        for i, s in enumerate(shapes)
+    ]
+    h, w, t, v = tensors
+    scaler = 2.0**12 if dtype == torch.float16 else 1.0
+    ours = kullback.linear_divergence(h, w, t, v, kind, chunk_rows=chunk_rows)
+    eager = kullback_like_eager(h, w, t, v, kind)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    truth = oracle.divergence(wide[0] @ wide[1].T, wide[2] @ wide[3].T, kind, **SYMMETRIC.get(kind, {})).mean()
+    assert relative_error(ours, truth) < 1e-4 if dtype != torch.bfloat16 else 4e-4  # 128 rows average less than 4096
+    exact = torch.autograd.grad(truth, wide[:2])
+    mine = torch.autograd.grad(ours * scaler, (h, w))
+    users = torch.autograd.grad(eager * scaler, (h, w))
+    for a, b, c in zip(mine, users, exact, strict=True):
+        floor = 2e-7 if dtype == torch.float32 else 0
+        assert relative_error(a / scaler, c) <= 1.2 * relative_error(b / scaler, c) + floor
+
+
+SYMMETRIC = {"jensen_shannon": {"weight": 0.5}}
+
+
+def kullback_like_eager(h, w, t, v, kind):
+    """What users write, on float32 copies of the logits."""
+    log_q, log_p = (F.linear(a, b).float().log_softmax(-1) for a, b in ((h, w), (t, v)))
+    relative = lambda a, b: (a.exp() * (a - b)).sum(-1)
+    if kind == "kl":
+        return relative(log_p, log_q).mean()
+    if kind == "reverse_kl":
+        return relative(log_q, log_p).mean()
+    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
+    return ((relative(log_p, log_m) + relative(log_q, log_m)) / 2).mean()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(generator, reduction):
+    tensors = operands(generator, rows=(4,))
+    with kullback.backend("torch"):
+        assert torch.autograd.gradcheck(
+            lambda *t: call(t, temperature=1.3, softcap=4.0, reduction=reduction, chunk_rows=3),
+            tensors,
+            nondet_tol=1e-12,
+        )
+
+
+def test_options_and_leading_dimensions(path, device, generator):
+    tensors = operands(generator, torch.float32, device, rows=(3, 4))
+    h, w, b, t, v, c = tensors
+    options = {"softcap": 3.0, "logit_scale": 0.5, "target_softcap": 4.0, "target_logit_scale": 1.5, "temperature": 2.0}
+    for reduction in ("mean", "none"):
+        ours = call(tensors, "reverse_kl", reduction=reduction, chunk_rows=5, **options)
+        theirs = kullback.divergence(F.linear(h, w, b), F.linear(t, v, c), "reverse_kl", reduction=reduction, **options)
+        assert ours.shape == theirs.shape == (() if reduction == "mean" else (3, 4))
+        assert relative_error(ours, theirs) < 1e-5
+        pairs = zip(*(torch.autograd.grad(loss.sum(), tensors) for loss in (ours, theirs)), strict=True)
+        assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("target_form", [None, "probs", "log_probs"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_teachers_of_logits_and_probabilities(path, device, generator, target_form, reduction):
+    h, w, b, *_ = operands(generator, torch.float32, device)
+    target = sample(target_form or "logits", (ROWS, VOCAB), generator).to(device).requires_grad_()
+    ours = kullback.linear_divergence(h, w, target, bias=b, target_form=target_form, reduction=reduction, chunk_rows=4)
+    theirs = kullback.divergence(F.linear(h, w, b), target, target_form=target_form or "logits", reduction=reduction)
+    assert relative_error(ours, theirs) < 1e-5
+    pairs = zip(*(torch.autograd.grad(loss.sum(), (h, w, b, target)) for loss in (ours, theirs)), strict=True)
+    assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sparse_teachers(path, device, generator, tail, reduction):
+    h, w, b, *_ = operands(generator, torch.float32, device, rows=(ROWS, 2))
+    values, ids = sample("log_probs", (ROWS, 2, VOCAB), generator).topk(6)
+    values, ids = values.to(device).requires_grad_(), ids.to(device)
+    ids[3, 1, 2:], ids[4, 0, 1] = -1, ids[4, 0, 0]
+    kind = "kl" if tail == "zero" else "jensen_shannon"
+    options = {"tail": tail, "temperature": 1.5, "softcap": 6.0, "reduction": reduction, "valid_vocab": VOCAB}
+    ours = kullback.linear_divergence(h, w, values, kind=kind, bias=b, target_indices=ids, chunk_rows=5, **options)
+    theirs = kullback.topk_divergence(F.linear(h, w, b), values, ids, kind, **options)
+    assert relative_error(ours, theirs) < 1e-5
+    pairs = zip(*(torch.autograd.grad(loss.sum(), (h, w, b, values)) for loss in (ours, theirs)), strict=True)
+    assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_padded_and_longer_heads(path, device, generator, reduction):
+    h, w, _, t, v, _ = operands(generator, torch.float32, device)
+    longer = torch.cat([v, torch.full((7, TEACHER_HIDDEN), torch.nan, device=device)]).detach().requires_grad_()
+    ours = kullback.linear_divergence(h, w, t, longer, valid_vocab=40, reduction=reduction, chunk_rows=4)
+    theirs = kullback.divergence((h @ w.T)[..., :40], (t @ v.T)[..., :40], reduction=reduction)
+    assert relative_error(ours, theirs) < 1e-5
+    mine, other = torch.autograd.grad(ours.sum(), (w, longer)), torch.autograd.grad(theirs.sum(), (w, v))
+    for a, b in zip(mine, other, strict=True):
+        assert relative_error(a[:50], b) < 1e-5
+        assert a[40:].abs().sum() == 0
+    with pytest.raises(ValueError, match="same vocabulary, unless valid_vocab"):
+        kullback.linear_divergence(h, w, t, longer)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_without_weight_leak_nothing(path, device, generator, reduction):
+    results = []
+    for garbage in (0.0, torch.nan, torch.inf):
+        tensors = operands(torch.Generator().manual_seed(3), torch.float32, device, requires_grad=False)
+        tensors[0][2], tensors[3][5] = garbage, garbage
+        tensors = [t.requires_grad_() for t in tensors]
+        weight = torch.ones(ROWS, device=device)
+        weight[2] = weight[5] = 0
+        loss = call(tensors, row_weight=weight, reduction=reduction, chunk_rows=4)
+        results.append((loss, *torch.autograd.grad(loss.sum(), tensors)))
+    for clean, *others in zip(*results, strict=True):
+        assert all(torch.equal(clean, other) for other in others)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_weight_and_no_rows(path, device, generator, reduction):
+    for rows in (ROWS, 0):
+        tensors = operands(generator, torch.bfloat16, device, rows=(rows,))
+        weight = torch.zeros(rows, dtype=torch.bool, device=device)
+        loss = call(tensors, row_weight=weight, reduction=reduction)
+        assert loss.abs().sum() == 0
+        gradients = torch.autograd.grad(loss.sum(), tensors)
+        assert all(g.abs().sum() == 0 and g.shape == t.shape for g, t in zip(gradients, tensors, strict=True))
+
+
+def test_gradients_of_weights_and_normalizers(path, device, generator):
+    tensors = operands(generator, torch.float64, device)
+    weight = torch.rand(ROWS, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    count = torch.tensor(7.0, device=device, dtype=torch.float64, requires_grad=True)
+    ours = call(tensors, row_weight=weight, normalizer=count, chunk_rows=4)
+    theirs = (reference(tensors) * weight).sum() / count
+    for a, b in zip(*(torch.autograd.grad(loss, (weight, count)) for loss in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+    plain = call(tensors, normalizer=count.detach())
+    torch.testing.assert_close(plain, reference(tensors).sum() / 7)
+
+
+class Products:
+    """Counts products of matrices."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for owner, name in ((torch, "mm"), (torch, "addmm"), (torch.Tensor, "addmm_")):
+            monkeypatch.setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def counted(self, function):
+        def wrapper(*arguments, **options):
+            self.count += 1
+            return function(*arguments, **options)
+
+        return wrapper
+
+
+@pytest.mark.parametrize("wanted", [*itertools.product((False, True), repeat=4)], ids=str)
+def test_what_is_frozen_costs_no_product(generator, monkeypatch, wanted):
+    h, w, _, t, v, _ = operands(generator, requires_grad=False)
+    for tensor, wants in zip((h, w, t, v), wanted, strict=True):
+        tensor.requires_grad_(wants)
+    products = Products(monkeypatch)
+    loss = kullback.linear_divergence(h, w, t, v)
+    assert products.count == 2 + sum(wanted)
+    if any(wanted):
+        loss.backward()
+        assert products.count == 2 + sum(wanted)
+        products.count = 0
+        kullback.linear_divergence(h, w, t, v, reduction="none").sum().backward()
+        assert products.count == 4 + sum(wanted)
+    with torch.no_grad():
+        products.count = 0
+        kullback.linear_divergence(h, w, t, v)
+    assert products.count == 2
+
+
+def test_nothing_of_a_frozen_teacher_is_kept(generator):
+    h, w, _, t, v, _ = operands(generator, torch.float32)
+    teacher, head = t.detach().clone(), v.detach().clone()
+    loss = kullback.linear_divergence(h, w, teacher, head)
+    assert sum(s.numel() for s in loss.grad_fn.saved_tensors) == h.numel() + w.numel()  # the gradients alone
+    watched = [weakref.ref(teacher), weakref.ref(head)]
+    del teacher, head
+    gc.collect()
+    assert not any(reference() is not None for reference in watched)
+    loss.backward()
+
+
+def test_chunks_hold_the_budget():
+    def step(rows, vocab, dtype=torch.bfloat16, teacher=True):
+        head = torch.empty(vocab, 1, dtype=dtype, device="meta")
+        rows = torch.empty(rows, 1, dtype=dtype, device="meta")
+        side = linear.Projection(rows, head)
+        return linear.step_of(linear.Operands(side, side if teacher else linear.Projection(rows)))
+
+    for rows, vocab, dtype in itertools.product(
+        (1, 100, 4096, 8192, 131072), (1000, 128256, 151936, 262144), (torch.bfloat16, torch.float32)
+    ):
+        chosen = step(rows, vocab, dtype)
+        assert chosen >= 1
+        assert chosen * vocab * dtype.itemsize * 2 <= linear.CHUNK_BYTES + linear.TILE * vocab * dtype.itemsize * 2
+    assert step(4096, 128256) == step(8192, 151936) == 2048
+    assert step(131072, 151936) <= step(1 << 20, 151936) + linear.TILE
+    assert step(8192, 151936, teacher=False) == 4096
+    assert step(100, 1000) == 100
+
+
+def test_a_second_backward_and_second_derivatives(generator):
+    tensors = operands(generator)
+    for reduction in ("mean", "none"):
+        loss = call(tensors, reduction=reduction).sum()
+        first = torch.autograd.grad(2 * loss, tensors, retain_graph=True)
+        second = torch.autograd.grad(2 * loss, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        with pytest.raises(RuntimeError, match="gradients of gradients"):
+            torch.autograd.grad(call(tensors, reduction=reduction).sum(), tensors[0], create_graph=True)
+
+
+def test_gradient_accumulation(path, device, generator):
+    """Micro-batches with one normalizer add up to the batch."""
+    h, w, b, t, v, c = operands(generator, torch.float32, device)
+    count = torch.tensor(ROWS, device=device)
+    for part in (slice(0, 4), slice(4, ROWS)):
+        call((h[part], w, b, t[part], v, c), normalizer=count).backward()
+    theirs = torch.autograd.grad(reference([x.double() for x in (h, w, b, t, v, c)]).mean(), (h, w, b, t, v, c))
+    for tensor, expected in zip((h, w, b, t, v, c), theirs, strict=True):
+        assert relative_error(tensor.grad, expected) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_checkpointing(generator, use_reentrant, reduction):
+    tensors = operands(generator, torch.float32)
+    plain = call(tensors, reduction=reduction).sum()
+    kept = torch.utils.checkpoint.checkpoint(
+        lambda *t: call(t, reduction=reduction).sum(), *tensors, use_reentrant=use_reentrant
+    )
+    (3 * kept).backward()
+    for tensor, expected in zip(tensors, torch.autograd.grad(3 * plain, tensors), strict=True):
+        torch.testing.assert_close(tensor.grad, expected)
+
+
+def test_autocast(path, device, generator):
+    tensors = operands(generator, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = call(tensors)
+    cast = [t.detach().bfloat16().requires_grad_() for t in tensors]
+    expected = call(cast)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, cast), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, theirs.float())
+
+
+def test_a_loss_scaler_keeps_float16_gradients(path, device, generator):
+    """Gradients of 1e-9 and less, which float16 does not hold before they are scaled."""
+    tensors = operands(generator, torch.float16, device, scale=0.5)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    count = torch.tensor(1e7, device=device)
+    scaled = torch.autograd.grad(call(tensors, normalizer=count) * 2.0**24, tensors)
+    truth = torch.autograd.grad(reference(wide).sum() / 1e7, wide)
+    assert all(relative_error(a.double() / 2**24, b) < 2e-3 for a, b in zip(scaled, truth, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(generator, reduction, dynamic):
+    torch._dynamo.reset()
+
+    def function(h, w, t, v):
+        return kullback.linear_divergence(h * 1.5, w, t, v, "jensen_shannon", reduction=reduction).sum() * 2
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (13, 5) if dynamic else (13,):
+        h, w, _, t, v, _ = operands(generator, torch.float32, rows=(rows,))
+        leaves = h, w, v
+        results = []
+        for run in (function, compiled):
+            loss = run(h, w, t.detach(), v)
+            results.append((loss, *torch.autograd.grad(loss, leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_opcheck(generator):
+    tensors = [t.detach() for t in operands(generator, torch.float32)]
+    problem = ("kl logits logits", (1.0, 1.0, 0.0, 0.0, 0.0))
+    six = (*tensors, None)
+    ops = torch.ops.kullback
+    want = [True, True, False, True, False, True]
+    torch.library.opcheck(ops.linear_total, (*six, None, 0.5, *problem, torch.float32, 4, want))
+    torch.library.opcheck(ops.linear_per_row, (*six, None, *problem, torch.float32, 4))
+    _, state = ops.linear_per_row(*six, None, *problem, torch.float32, 4)
+    torch.library.opcheck(ops.linear_gradient, (*six, state, torch.rand(ROWS), *problem, 4, want))
+
+
+def test_module(generator):
+    h, w, b, t, v, c = operands(generator)
+    symmetric = kullback.LinearDivergenceLoss("jensen_shannon", weight=0.3)(h, w, t, v)
+    torch.testing.assert_close(symmetric, kullback.linear_divergence(h, w, t, v, "jensen_shannon", weight_=0.3))
+    loss = kullback.LinearDivergenceLoss("renyi", alpha=0.3, temperature=2.0)
+    torch.testing.assert_close(
+        loss(h, w, t, v, bias=b, target_bias=c, row_weight=torch.ones(ROWS)),
+        call((h, w, b, t, v, c), "renyi", alpha=0.3, temperature=2.0),
+    )
+    assert repr(loss) == "LinearDivergenceLoss('renyi', alpha=0.3, temperature=2.0)"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (
+            {"input": torch.zeros(3, 5)},
+            ValueError,
+            r"input must have .* weight \[vocab, hidden\]; got \[3, 5\] and \[9, 4\]",
+        ),
+        ({"weight": torch.zeros(9)}, ValueError, r"weight \[vocab, hidden\]; got \[3, 4\] and \[9\]"),
+        (
+            {"weight": torch.zeros(9, 4, dtype=torch.bfloat16)},
+            TypeError,
+            "weight must have the dtype of input, torch.float32",
+        ),
+        ({"bias": torch.zeros(8)}, ValueError, r"bias must have the shape \[9\]; got \[8\]"),
+        ({"bias": 1.0}, TypeError, "bias must be a tensor; got float"),
+        (
+            {"target_weight": torch.zeros(9, 3)},
+            ValueError,
+            r"target_weight \[vocab, hidden\]; got \[3, 2\] and \[9, 3\]",
+        ),
+        ({"target_weight": torch.zeros(8, 2)}, ValueError, "same vocabulary, unless valid_vocab .*; got 9 and 8"),
+        ({"target_weight": None}, ValueError, "same vocabulary, unless valid_vocab .*; got 9 and 2"),
+        ({"target_weight": None, "target_bias": torch.zeros(9)}, ValueError, "target_bias goes with target_weight"),
+        ({"target": torch.zeros(4, 2)}, ValueError, r"target must have the rows of input, \[3, '...'\]; got \[4, 2\]"),
+        (
+            {"target_form": "probs"},
+            ValueError,
+            "target_form must be 'logits' where there is a target_weight; got 'probs'",
+        ),
+        ({"target_indices": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "got target_weight too"),
+        ({"tail": "zero"}, ValueError, "tail goes with target_indices; got 'zero'"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows must be positive; got 0"),
+        ({"chunk_rows": 2.0}, TypeError, "chunk_rows must be an integer; got float"),
+        ({"kind": "kld"}, ValueError, "kind must be one of .*mean 'kl'"),
+        ({"row_weight": torch.ones(2)}, ValueError, "row_weight must have the rows' shape"),
+        ({"temperature": -1.0}, ValueError, "temperature must be positive"),
+        ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
+        ({"valid_vocab": 10}, ValueError, "valid_vocab must be from 1 to 9"),
+    ],
+)
+def test_errors(change, error, says):
+    arguments = {
+        "input": torch.zeros(3, 4),
+        "weight": torch.zeros(9, 4),
+        "target": torch.zeros(3, 2),
+        "target_weight": torch.zeros(9, 2),
+        **change,
+    }
+    with pytest.raises(error, match=says):
+        kullback.linear_divergence(**arguments)
