@@ -6,6 +6,7 @@ import torch
 import kullback
 from kullback import backends
 from kullback.backends import c
+from tests import emulation
 
 
 def pytest_configure(config):
@@ -27,11 +28,15 @@ def _paths():
 
 @pytest.fixture(params=list(_paths()))
 def path(request):
-    """Each path in turn, forced; `device` is where its tensors lie.
+    """Each path in turn, forced; `device` is where its tensors lie. "emulated", for those who ask: CUDA's on a CPU.
 
     On a GPU nothing is forced, since float64 logits take the torch path there: tests/test_pytorch.py holds that
     nothing else does.
     """
+    if request.param == "emulated":
+        with emulation.emulated(request.getfixturevalue("monkeypatch")), kullback.backend("cuda"):
+            yield request.param
+        return
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.fail("the gpu suite needs a CUDA device")

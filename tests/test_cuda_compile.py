@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kullback.backends import cuda
-from kullback.backends.cuda import logits, plan
+from kullback.backends.cuda import logits, plan, support
 from kullback.divergences import DIVERGENCES
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -46,7 +46,7 @@ def variant(kind, form, target_form, dtype, mode, target_dtype=None):
 def registers(source, arch):
     log = io.StringIO()
     cuda.compile_cubin(source, arch, ("-v", "-warn-spills", "-Werror"), log)
-    return int(re.search(r"Used (\d+) registers", log.getvalue()).group(1))
+    return max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
 
 
 def name(arch, kind, form, target_form, dtype, mode):
@@ -165,6 +165,10 @@ def test_mixed_dtypes_and_helpers(arch):
     registers(cuda.source(variant("kl", "probs", "probs", torch.float64, "rows", torch.float16)), arch)
     for dtype, factor in itertools.product(DTYPES, (torch.float32, torch.float64)):
         registers(cuda.scale_source(dtype, factor), arch)
+    for dtype, form in itertools.product(DTYPES, ("logits", "log_probs", "probs")):
+        registers(support.source(dtype, form, form == "logits"), arch)
+        if form == "logits":
+            registers(support.source(dtype, form, False), arch)
     ceiling = f"#define THREADS {plan.THREADS}\n#define UNROLL 4\n" + cuda.text("ceiling.cuh")
     registers(ceiling, arch)
 

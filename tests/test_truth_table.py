@@ -284,10 +284,11 @@ def test_peaked_logits_of_a_large_vocabulary_are_finite(kind, path, device, gene
     torch.testing.assert_close(loss.double(), truth, rtol=1e-5, atol=1e-6)
 
 
-CPU_PATHS = pytest.mark.parametrize("path", ["torch", "c"], indirect=True)  # CUDA: docs/numerics.md, known limits
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+ALL_PATHS = pytest.mark.parametrize("path", ["torch", "c", "emulated", GPU], indirect=True)
 
 
-@CPU_PATHS
+@ALL_PATHS
 @pytest.mark.parametrize(
     ("kind", "student", "teacher", "parameters"),
     [
@@ -297,9 +298,9 @@ CPU_PATHS = pytest.mark.parametrize("path", ["torch", "c"], indirect=True)  # CU
         ("alpha", [0, 1, -inf, 2], [0, 2, -inf, -1], {"alpha": -1.5}),
     ],
 )
-def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, parameters, path):
+def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, parameters, path, device):
     """A row that was summed with guards is differentiated with them, though its sum looks as if it needed none."""
-    x, y = (torch.tensor([t], dtype=torch.float32, requires_grad=True) for t in (student, teacher))
+    x, y = (torch.tensor([t], dtype=torch.float32, requires_grad=True, device=device) for t in (student, teacher))
     each = torch.autograd.grad(kullback.divergence(x, y, kind, reduction="none", **parameters).sum(), (x, y))
     total = torch.autograd.grad(kullback.divergence(x, y, kind, reduction="sum", **parameters), (x, y))
     for ours, other in zip(each, total, strict=True):
@@ -307,9 +308,9 @@ def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, paramet
         torch.testing.assert_close(ours, other)
 
 
-@CPU_PATHS
+@ALL_PATHS
 @pytest.mark.parametrize("kind", ["reverse_kl", "jeffreys"])
 @pytest.mark.parametrize("logit", [-58.0, -70.0, -84.0, -86.0])
-def test_a_small_mass_over_none_is_infinite(kind, logit, path):
-    x, y = torch.tensor([[0.0, 0.0, logit]]), torch.tensor([[0.0, 1.0, -inf]])
+def test_a_small_mass_over_none_is_infinite(kind, logit, path, device):
+    x, y = (torch.tensor([row], device=device) for row in ([0.0, 0.0, logit], [0.0, 1.0, -inf]))
     assert kullback.divergence(x, y, kind) == inf

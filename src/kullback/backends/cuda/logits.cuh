@@ -154,11 +154,11 @@ struct alignas(16) Survey {
                 if (TARGET_IS_LOGITS)
                     y_part += p;
 #if IS_CROSSED
-                const float ratio = bounded(y_power - x_power);
+                const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
-                    cross_p_part += p * ratio;
-                if (HAS_CROSS_Q)
-                    cross_q_part += q * ratio;
+                    cross_p_part += p * bounded(ratio);
+                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q */
+                    cross_q_part += q * (ratio == ratio ? ratio : 0);
 #endif
 #if HAS_OVERLAP
                 overlap_part += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
@@ -691,11 +691,11 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
 #if KNOWN
     const double *known = a.known_state + r;
     survey.x_top = (float)(known[0] / (double)a.input_scale);
-    survey.x_total = (float)known[a.rows];
+    survey.x_total = (float)fabs(known[a.rows]);
     survey.y_top = (float)(known[2ll * a.rows] / (double)a.target_scale);
     survey.y_total = (float)known[3ll * a.rows];
     sums = { (float)known[4ll * a.rows], (float)known[5ll * a.rows], (float)known[6ll * a.rows] };
-    if (HAS_APART && survey.x_top > NO_TOP && survey.y_top > NO_TOP && is_number(sums)) {
+    if (HAS_APART && known[a.rows] > 0) {
         vocabulary = one_scale && is_apart() ? APART : CLOSE;
         /* to the bit what the sums were found with */
         survey.x_total = (float)(known[a.rows] / exp2(rounding_of(survey.x_top, a.input_scale)));
@@ -752,7 +752,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
             y_total *= exp(half);
         }
         a.state[r] = x_top;
-        a.state[a.rows + r] = x_total;
+        a.state[a.rows + r] = HAS_APART && vocabulary == GUARDED ? -x_total : x_total; /* backward is to take the same */
         a.state[2ll * a.rows + r] = y_top;
         a.state[3ll * a.rows + r] = y_total;
         a.state[4ll * a.rows + r] = sums.term;

@@ -2,7 +2,6 @@
    a row; which elements are among the ids is told by a bit each, in shared memory. Ids are distinct, or -1.
    Macros: X (element type), IS_LOGITS, IS_PROBS, IS_CAPPED, THREADS, WIDTH, UNROLL. */
 
-typedef long long index;
 typedef struct { real top, total; } LogSumExp; /* of probabilities: total alone */
 
 enum { WARP = 32, WARPS = THREADS / WARP };
@@ -38,7 +37,7 @@ INLINE real power(real d)
 INLINE real against(real top) { return top == -K_INFINITY ? (real)0 : top; }
 
 /* The bits of WIDTH elements from the i-th on */
-INLINE unsigned marks_at(index i)
+INLINE unsigned marks_at(long long i)
 {
     return __funnelshift_r(marks[i >> 5], marks[(i >> 5) + 1], (unsigned)i & 31);
 }
@@ -73,9 +72,9 @@ INLINE void add(LogSumExp &sum, const real *values, int count)
     sum.total += part;
 }
 
-INLINE void mark(const long long *ids, index k, bool set)
+INLINE void mark(const long long *ids, long long k, bool set)
 {
-    for (index j = threadIdx.x; j < k; j += THREADS)
+    for (long long j = threadIdx.x; j < k; j += THREADS)
         if (ids[j] >= 0) {
             if (set)
                 atomicOr(&marks[ids[j] >> 5], 1u << (ids[j] & 31));
@@ -84,42 +83,42 @@ INLINE void mark(const long long *ids, index k, bool set)
         }
 }
 
-INLINE void clear_marks(index vocab)
+INLINE void clear_marks(long long vocab)
 {
-    for (index i = threadIdx.x; i <= (vocab + 31) / 32; i += THREADS)
+    for (long long i = threadIdx.x; i <= (vocab + 31) / 32; i += THREADS)
         marks[i] = 0;
     __syncthreads();
 }
 
 /* Elements of a row before its first vector */
-INLINE index head_of(const X *x, index vocab)
+INLINE long long head_of(const X *x, long long vocab)
 {
-    const index head = (VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(X) & (WIDTH - 1);
+    const long long head = (VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(X) & (WIDTH - 1);
     return head < vocab ? head : vocab;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-kullback_gather(const X *x, const long long *ids, real *held, index rows, index vocab, index k, index width,
-                index x_stride, double by, double softcap)
+kullback_gather(const X *x, const long long *ids, real *held, long long rows, long long vocab, long long k,
+                long long width, long long x_stride, double by, double softcap)
 {
     const real scale = (real)by, cap = (real)softcap;
     __shared__ LogSumExp parts[WARPS];
     const bool has_rest = width > k;
     if (has_rest)
         clear_marks(vocab);
-    for (index row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const X *from = x + row * x_stride;
         const long long *own = ids + row * k;
-        for (index j = threadIdx.x; j < k; j += THREADS)
+        for (long long j = threadIdx.x; j < k; j += THREADS)
             held[row * width + j] = own[j] < 0 ? NOTHING : counted(from[own[j]], scale, cap);
         if (!has_rest)
             continue;
         mark(own, k, true);
         __syncthreads();
         LogSumExp sum = { -K_INFINITY, 0 };
-        const index head = head_of(from, vocab), vectors = (vocab - head) / WIDTH;
+        const long long head = head_of(from, vocab), vectors = (vocab - head) / WIDTH;
         const X *aligned = from + head;
-        for (index v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
+        for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
             Packed<X> loaded[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
@@ -136,9 +135,9 @@ kullback_gather(const X *x, const long long *ids, real *held, index rows, index 
                     add(sum, values, WIDTH);
                 }
         }
-        const index tail = vocab - head - vectors * WIDTH;
-        for (index i = threadIdx.x; i < head + tail; i += THREADS) {
-            const index at = i < head ? i : i + vectors * WIDTH;
+        const long long tail = vocab - head - vectors * WIDTH;
+        for (long long i = threadIdx.x; i < head + tail; i += THREADS) {
+            const long long at = i < head ? i : i + vectors * WIDTH;
             const real value = marks_at(at) & 1 ? NOTHING : counted(from[at], scale, cap);
             add(sum, &value, 1);
         }
@@ -171,14 +170,14 @@ INLINE real share(X x, real scale, real cap, real rest, real d_rest)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-kullback_scatter(const X *x, const long long *ids, const real *held, const real *d_held, X *out, index rows,
-                 index vocab, index k, index width, index x_stride, index out_stride, double by,
+kullback_scatter(const X *x, const long long *ids, const real *held, const real *d_held, X *out, long long rows,
+                 long long vocab, long long k, long long width, long long x_stride, long long out_stride, double by,
                  double softcap)
 {
     const real scale = (real)by, cap = (real)softcap;
     const bool has_rest = width > k;
     clear_marks(vocab);
-    for (index row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const X *from = x + row * x_stride;
         X *to = out + row * out_stride;
         const long long *own = ids + row * k;
@@ -186,11 +185,11 @@ kullback_scatter(const X *x, const long long *ids, const real *held, const real 
         const real d_rest = has_rest ? d_held[row * width + k] : (real)0;
         mark(own, k, true);
         __syncthreads();
-        const index head = head_of(to, vocab);
+        const long long head = head_of(to, vocab);
         const bool in_phase = head_of(from, vocab) == head;
-        const index vectors = in_phase ? (vocab - head) / WIDTH : 0;
-        for (index v = threadIdx.x; v < vectors; v += THREADS) {
-            const index at = head + v * WIDTH;
+        const long long vectors = in_phase ? (vocab - head) / WIDTH : 0;
+        for (long long v = threadIdx.x; v < vectors; v += THREADS) {
+            const long long at = head + v * WIDTH;
             Packed<X> values = {};
             if (d_rest != 0) {
                 values = load(from + at);
@@ -203,14 +202,14 @@ kullback_scatter(const X *x, const long long *ids, const real *held, const real 
             }
             store(to + at, values);
         }
-        const index scalars = vocab - vectors * WIDTH;
-        for (index i = threadIdx.x; i < scalars; i += THREADS) {
-            const index at = i < head ? i : i + vectors * WIDTH;
+        const long long scalars = vocab - vectors * WIDTH;
+        for (long long i = threadIdx.x; i < scalars; i += THREADS) {
+            const long long at = i < head ? i : i + vectors * WIDTH;
             const bool none = d_rest == 0 || marks_at(at) & 1;
             to[at] = rounded<X>(none ? (real)0 : share(from[at], scale, cap, rest, d_rest));
         }
         __syncthreads();
-        for (index j = threadIdx.x; j < k; j += THREADS)
+        for (long long j = threadIdx.x; j < k; j += THREADS)
             if (own[j] >= 0) {
                 const real d = d_held[row * width + j];
                 to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * slope_of(held[row * width + j], scale, cap));

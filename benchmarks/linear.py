@@ -1,0 +1,257 @@
+"""Hidden states x head, and sparse teachers: time against the products and the bytes that there must be, and rivals.
+
+    python benchmarks/linear.py --out benchmarks/results/h200 [--only linear|topk|long]
+
+On a CPU the shapes are small: what is measured there is that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import kullback
+from kullback.cli import bench
+
+# rows, the student's hidden size, the teacher's, vocabulary, kind, whether rivals run beside
+GPU = [
+    (4096, 4096, 4096, 128256, "kl", True),
+    (8192, 2048, 4096, 151936, "kl", True),
+    (4096, 4096, 4096, 128256, "jensen_shannon", True),
+    (8192, 2048, 4096, 151936, "jensen_shannon", True),
+    (1024, 4096, 4096, 128256, "kl", False),
+]
+CPU = [(256, 128, 128, 8192, "kl", True), (256, 128, 128, 8192, "jensen_shannon", True)]
+TOPK_GPU = [(8192, 151936, 64), (8192, 151936, 256)]
+TOPK_CPU = [(256, 32000, 64), (256, 32000, 256)]
+LONG = ((131072, 2048, 4096, 151936), (8192, 2048, 4096, 151936))
+
+
+def operands(rows, hidden, teacher_hidden, vocab, device, dtype=torch.bfloat16):
+    """Hidden states and heads whose logits have a language model's spread."""
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
+    h, w = draw(rows, hidden), draw(vocab, hidden).mul_(3 / hidden**0.5)
+    t, v = draw(rows, teacher_hidden), draw(vocab, teacher_hidden).mul_(3 / teacher_hidden**0.5)
+    return h.requires_grad_(), w.requires_grad_(), t, v
+
+
+def eager(kind):
+    """As users write it, on float32 copies of the logits."""
+
+    def loss(h, w, t, v):
+        log_q, log_p = F.linear(h, w).float().log_softmax(-1), F.linear(t, v).float().log_softmax(-1)
+        if kind == "kl":
+            return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
+        log_m = torch.logaddexp(log_p, log_q) - 0.6931471805599453
+        sides = (F.kl_div(log_m, side, reduction="batchmean", log_target=True) for side in (log_p, log_q))
+        return sum(sides) / 2
+
+    return loss
+
+
+def rivals(kind):
+    yield "eager", eager(kind)
+    yield "torch.compile", torch.compile(eager(kind))
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+        from liger_kernel.transformers import LigerFusedLinearJSD
+
+        # Theirs is beta = 0 for KL(teacher || student).
+        beta = 0.0 if kind == "kl" else 0.5
+        fused = LigerFusedLinearJSD(jsd_beta=beta)
+        yield "liger fused", lambda h, w, t, v: fused(h, w, t, v)
+        chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, chunk_size=1024)
+        labels = {}
+
+        def run(h, w, t, v):
+            labels.setdefault(h.size(0), torch.zeros(h.size(0), dtype=torch.long, device=h.device))
+            return chunked(h, w, t, v, labels[h.size(0)])
+
+        yield "liger chunked", run
+    if importlib.util.find_spec("trl"):
+        with contextlib.suppress(ImportError):
+            from trl.trainer.distillation_trainer import ChunkedDivergenceFunction
+
+            yield "trl chunked", lambda h, w, t, v: ChunkedDivergenceFunction.apply(h, w, t, v)[0]
+
+
+def floor(tensors, clock):
+    """Seconds of the four products."""
+    h, w, t, v = (tensor.detach() for tensor in tensors)
+    logits, d_head = torch.mm(h, w.t()), torch.empty_like(w)
+    other, d_hidden = torch.empty_like(logits), torch.empty_like(h)
+
+    def products():
+        torch.mm(h, w.t(), out=logits)
+        torch.mm(t, v.t(), out=other)
+        torch.mm(logits, w, out=d_hidden)
+        torch.mm(logits.t(), h, out=d_head)
+
+    return clock.seconds(products)
+
+
+def truth(tensors, kind, step=256):
+    """Loss and both gradients in float64, of the same operands, a few rows at a time."""
+    h, w, t, v = (tensor.detach().double() for tensor in tensors)
+    rows, total = h.size(0), 0.0
+    d_hidden, d_head = torch.empty_like(h), torch.zeros_like(w)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        x = (h[part] @ w.T).requires_grad_()
+        log_q, log_p = x.log_softmax(-1), (t[part] @ v.T).log_softmax(-1)
+        if kind == "kl":
+            loss = (log_p.exp() * (log_p - log_q)).sum() / rows
+        else:
+            log_m = torch.logaddexp(log_p, log_q) - 0.6931471805599453
+            sides = ((side.exp() * (side - log_m)).sum() for side in (log_p, log_q))
+            loss = sum(sides) / (2 * rows)
+        (d_logits,) = torch.autograd.grad(loss, x)
+        total += loss.item()
+        d_hidden[part] = d_logits @ w
+        d_head += d_logits.T @ h[part]
+    return total, d_hidden, d_head
+
+
+def linear_case(rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, clock):
+    tensors = operands(rows, hidden, teacher_hidden, vocab, device)
+    h, w, t, v = tensors
+    products = floor(tensors, clock)
+    exact, *exact_gradients = truth(tensors, kind)
+    returned = sum(x.numel() * x.itemsize for x in (h, w))
+    entries = []
+    contestants = [("kullback", lambda *a: kullback.linear_divergence(*a, kind=kind))]
+    for name, loss in [*contestants, *(rivals(kind) if with_rivals else ())]:
+        entry = {"name": name}
+
+        def run(loss=loss):
+            h.grad = w.grad = None
+            value = loss(h, w, t, v)
+            value.backward()
+            return value.detach()
+
+        try:
+            value = run().item()
+            entry["loss_error"] = abs(value - exact) / exact
+            for what, tensor, gradient in zip(("hidden", "head"), (h, w), exact_gradients, strict=True):
+                entry[f"{what}_gradient_error"] = ((tensor.grad.double() - gradient).norm() / gradient.norm()).item()
+            entry["seconds"] = clock.seconds(run)
+            entry["of_floor"] = entry["seconds"] / products
+            h.grad = w.grad = None
+            peak = clock.peak(run)
+            entry["peak_bytes_above_gradients"] = None if peak is None else peak - returned
+        except Exception as error:  # a rival's failure is a result too
+            if name == "kullback":
+                raise
+            entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        entries.append(entry)
+    several = kullback.linear.step_of(
+        kullback.linear.Operands(kullback.linear.Projection(h, w), kullback.linear.Projection(t, v))
+    )
+    return {
+        "case": {"rows": rows, "hidden": hidden, "teacher_hidden": teacher_hidden, "vocab": vocab, "kind": kind},
+        "floor_seconds": products,
+        "chunk_rows": several,
+        "head_sum_bytes": 4 * w.numel() if several < rows else 0,  # in float32, beside the gradients
+        "results": entries,
+    }
+
+
+def long_case(device, clock):
+    """Time a token and peak memory of many tokens, beside fewer."""
+    result = {}
+    for rows, hidden, teacher_hidden, vocab in LONG:
+        h, w, t, v = operands(rows, hidden, teacher_hidden, vocab, device)
+
+        def run(h=h, w=w, t=t, v=v):
+            h.grad = w.grad = None
+            kullback.linear_divergence(h, w, t, v).backward()
+
+        clock.repeats = 3
+        seconds = clock.seconds(run)
+        h.grad = w.grad = None
+        returned = sum(x.numel() * x.itemsize for x in (h, w))
+        peak = clock.peak(run)
+        result[rows] = {
+            "microseconds_a_token": seconds / rows * 1e6,
+            "peak_bytes_above_gradients": None if peak is None else peak - returned,
+        }
+    return result
+
+
+def topk_case(rows, vocab, k, device, clock):
+    x, y = bench.make_inputs(rows, vocab, torch.bfloat16, "logits", device)
+    a_pass = clock.seconds(functools.partial(torch.empty_like(x).copy_, x)) / 2
+    values, ids = y.float().log_softmax(-1).topk(k)
+    x.requires_grad_()
+    wide = x[:64].detach().double().requires_grad_()
+    q = wide.softmax(-1)
+    p, mine = values[:64].double().exp(), q.gather(-1, ids[:64])
+    rest = 1 - p.sum(-1), q.scatter(-1, ids[:64], 0.0).sum(-1)
+    exact = (p * (p.log() - mine.log())).sum(-1) + rest[0] * (rest[0].log() - rest[1].log())
+    (gradient,) = torch.autograd.grad(exact.mean(), wide)
+    few = kullback.topk_divergence(x[:64], values[:64], ids[:64])
+    (ours,) = torch.autograd.grad(few, x)
+
+    def run():
+        x.grad = None
+        kullback.topk_divergence(x, values, ids).backward()
+
+    forward = clock.seconds(lambda: kullback.topk_divergence(x.detach(), values, ids))
+    seconds = clock.seconds(run)
+    x.grad = None
+    return {
+        "case": {"rows": rows, "vocab": vocab, "k": k},
+        "copy_seconds": 2 * a_pass,
+        "loss_error": abs(few.item() - exact.mean().item()) / exact.mean().item(),
+        "gradient_error": ((ours[:64].double() - gradient).norm() / gradient.norm()).item(),
+        "forward_seconds": forward,
+        "forward_of_ceiling": a_pass / forward,
+        "seconds": seconds,
+        "of_ceiling": 3 * a_pass / seconds,
+        "peak_bytes": clock.peak(run),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
+    parser.add_argument("--only", choices=["linear", "topk", "long"], help="one part")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    clock = bench.Clock(device, 10 if device == "cuda" else 3)
+    result = {"provenance": bench.provenance(device), "linear": [], "topk": [], "long": None}
+
+    def save() -> None:
+        (arguments.out / "linear.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    if arguments.only in (None, "topk"):
+        for case in TOPK_GPU if device == "cuda" else TOPK_CPU:
+            result["topk"].append(topk_case(*case, device, clock))
+            save()
+            print(result["topk"][-1], flush=True)
+    if arguments.only in (None, "linear"):
+        for case in GPU if device == "cuda" else CPU:
+            torch._dynamo.reset()
+            result["linear"].append(linear_case(*case, device, clock))
+            save()
+            done = result["linear"][-1]
+            print(done["case"], f"floor {done['floor_seconds'] * 1e3:.2f} ms, chunks of {done['chunk_rows']}")
+            for entry in done["results"]:
+                print("   ", {k: round(v, 5) if isinstance(v, float) else v for k, v in entry.items()}, flush=True)
+    if arguments.only in (None, "long") and device == "cuda":
+        result["long"] = long_case(device, clock)
+        save()
+        print(result["long"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""CUDA kernels where there is no GPU: their own code on a CPU, rows off the chip. What a GPU adds is run on one."""
+
+import math
+
+import pytest
+import torch
+
+import kullback
+from kullback.backends import cuda
+from kullback.rows import Problem
+from tests import emulation, oracle
+from tests.conftest import relative_error, sample
+
+inf = math.inf
+emulated = pytest.mark.parametrize("path", ["emulated"], indirect=True)
+
+
+@emulated
+@pytest.mark.parametrize("kind", list(oracle.PARAMETERS))
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 2503), (torch.bfloat16, 61)])
+def test_logits(path, generator, kind, dtype, vocab):
+    """Rows that are apart, close, equal, masked, and of no weight; a sum, and each row's with its backward."""
+    y = sample("logits", (7, vocab), generator, dtype)
+    x = sample("logits", (7, vocab), generator, dtype)
+    x[1] = (y[1].float() + 1e-2 * torch.randn(vocab, generator=generator)).to(dtype)
+    x[2] = y[2]
+    if kind not in ("hellinger", "chi2"):  # the textbook's are NaN there
+        x[3, ::7] = y[3, ::7] = -inf
+    x[4] = math.nan
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0, 1.0, 3.0])
+    params = oracle.PARAMETERS[kind]
+    leaves = [t.detach().double().requires_grad_() for t in (x[weight != 0], y[weight != 0])]
+    truth = oracle.divergence(*leaves, kind, **params) * weight[weight != 0]
+    expected = torch.autograd.grad(truth.sum(), leaves)
+    bound = 1e-5 if dtype == torch.float32 else 4e-3
+    for reduction in ("sum", "none"):
+        ours = [t.clone().requires_grad_() for t in (x, y)]
+        loss = kullback.divergence(*ours, kind, row_weight=weight, reduction=reduction, **params)
+        assert kullback.backend_info().name == "cuda"
+        assert relative_error(loss.sum(), truth.sum()) < 1e-5
+        for mine, other in zip(torch.autograd.grad(loss.sum(), ours), expected, strict=True):
+            assert relative_error(mine[weight != 0], other) < bound
+            assert mine[4].abs().sum() == 0
+            assert mine[2].abs().max() == 0 or kind in ("alpha", "renyi", "hellinger", "chi2")
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "renyi"])
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.float32, 2503), (torch.bfloat16, 61), (torch.float64, 300)])
+def test_masses(path, generator, kind, form, dtype, vocab):
+    x, y = (sample(form, (5, vocab), generator, dtype) for _ in range(2))
+    x[1, 3] = y[1, 3] = 0 if form == "probs" else -inf
+    leaves = [t.double().requires_grad_() for t in (x, y)]
+    params = oracle.PARAMETERS[kind]
+    truth = oracle.divergence(*leaves, kind, form, **params)
+    expected = torch.autograd.grad(truth.sum(), leaves)
+    ours = [t.clone().requires_grad_() for t in (x, y)]
+    for reduction in ("sum", "none"):
+        loss = kullback.divergence(*ours, kind, form=form, reduction=reduction, **params)
+        assert relative_error(loss.sum(), truth.sum()) < 1e-5
+        for mine, other in zip(torch.autograd.grad(loss.sum(), ours), expected, strict=True):
+            kept = other.isfinite()
+            assert relative_error(mine[kept], other[kept]) < (1e-5 if dtype != torch.bfloat16 else 4e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dtype, cap):
+    """Views of odd starts and strides, more rows than blocks, in the student's place; NaN all round."""
+    problem = Problem("kl", "logits", "logits", (1.5, 1.0, cap, 0.0, 0.0))
+    around = torch.full((9, 300), math.nan, dtype=dtype)
+    x = around[1:8, 5:262]
+    x.copy_(sample("logits", x.shape, generator, dtype))
+    ids = torch.stack([torch.randperm(257, generator=generator)[:9] for _ in range(7)])
+    ids[2, 4], ids[3] = -1, -1
+    d_held = torch.randn(7, 10, generator=generator)
+    d_held[4] = 0
+    with kullback.backend("torch"):
+        expected = kullback.sparse.gather(problem, x, ids, True)
+        gradient = torch.empty(x.shape, dtype=dtype)
+        kullback.sparse.scatter(problem, x, ids, expected, d_held, gradient)
+    with emulation.emulated(monkeypatch):
+        held = cuda.gather(problem, x, ids, True)
+        cuda.scatter(problem, x, ids, held, d_held, x)
+    torch.testing.assert_close(held, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x, gradient, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
+    around[1:8, 5:262] = math.nan
+    assert around.isnan().all()

@@ -1,0 +1,32 @@
+"""The examples run, say what they found, and draw it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("digits", ["--students", "2", "--steps", "150"], r"100 images: ([\d.]+)%.*\n.*opinion of all: ([\d.]+)%"),
+        (
+            "language_model",
+            ["--steps", "30"],
+            r"student of the text: .* -> ([\d.]+).*\n(?:.*\n)*?.*teacher: .* -> ([\d.]+)",
+        ),
+    ],
+)
+def test_the_teacher_helps(name, options, says, tmp_path):
+    plot = tmp_path / "plot.png"
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", "--plot", plot, *options], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    without, with_teacher = map(float, re.search(says, done.stdout).groups())
+    assert with_teacher > without if name == "digits" else with_teacher < without
+    assert plot.stat().st_size > 10_000
