@@ -410,6 +410,11 @@ def test_module(generator):
             "target_form must be 'logits' where there is a target_weight; got 'probs'",
         ),
         ({"target_indices": torch.zeros(3, 2, dtype=torch.int64)}, ValueError, "got target_weight too"),
+        (
+            {"target_indices": torch.zeros(3, 2, dtype=torch.int64), "target_weight": None, "target_softcap": 2.0},
+            ValueError,
+            "not of entries; got target_indices",
+        ),
         ({"tail": "zero"}, ValueError, "tail goes with target_indices; got 'zero'"),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be positive; got 0"),
         ({"chunk_rows": 2.0}, TypeError, "chunk_rows must be an integer; got float"),

@@ -19,6 +19,7 @@ from kullback.forms import FORMS
 from kullback.rows import Problem, accumulator
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("none", "mean", "sum")
 TAILS = ("bucket", "renormalize", "zero")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -184,7 +185,11 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     return weight.to(accumulator(input))
 
 
-def check_normalizer(normalizer: float | Tensor, reduction: str, input: Tensor) -> None:
+def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
+    """Of rows."""
+    check_name("reduction", reduction, REDUCTIONS)
+    if normalizer is None:
+        return
     if reduction != "mean":
         raise ValueError(f'normalizer goes with reduction "mean"; got reduction {reduction!r}')
     if isinstance(normalizer, Tensor):
@@ -276,9 +281,9 @@ def check_teacher(
 ) -> None:
     """That what says how a teacher is given goes together, and its rows are the student's."""
     if target_indices is not None:
-        check_entries("target", target, target_indices, input)
         if target_weight is not None:
             raise ValueError("target_indices are of a target of entries, not of hidden states; got target_weight too")
+        check_entries("target", target, target_indices, input, target_form or "log_probs", tail)
     elif tail != "bucket":
         raise ValueError(f"tail goes with target_indices; got {tail!r} and none")
     if target_weight is None and target_bias is not None:
@@ -301,8 +306,8 @@ def shared_words(valid: int | None, student: int, teacher: int) -> int:
     return valid_width(valid, min(student, teacher)) or student
 
 
-def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor) -> None:
-    """A sparse teacher's entries and their ids. Whether ids are words is said by `check_ids`."""
+def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
+    """A sparse teacher's entries and their ids. Whether these are words is said by `check_ids`."""
     check_tensor(name, values)
     if not isinstance(indices, Tensor):
         raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
@@ -323,9 +328,6 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor) -> 
     for what, tensor in ((name, values), ("target_indices", indices)):
         if tensor.device != input.device:
             raise ValueError(f"{what} must be on the input's device {input.device}; got {tensor.device}")
-
-
-def check_tail(tail: str, target_form: str) -> None:
     check_name("target_form", target_form, FORMS)
     check_name("tail", tail, TAILS)
     if target_form == "logits" and tail == "bucket":

@@ -17,7 +17,6 @@ from kullback.rows import Problem, accumulator
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
 KL = {(q, p): Problem("kl", q, p) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
-ROW_REDUCTIONS = ("none", "mean", "sum")
 
 
 def kl_div(
@@ -169,7 +168,7 @@ def divergence(
     tensor([0.0807])
     """
     checks.check_pair(input, target)
-    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
+    checks.check_reduction(reduction, normalizer, input)
     problem = checks.problem_of(
         *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
         *(softcap, target_softcap, checks.valid_vocab(valid_vocab, input, target), *params, *params.values()),
@@ -262,8 +261,8 @@ def topk_divergence(
     """
     checks.check_tensor("input", input)
     checks.check_name("form", form, FORMS)
-    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
-    checks.check_entries("target_values", target_values, target_indices, input)
+    checks.check_reduction(reduction, normalizer, input)
+    checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
     valid = checks.valid_width(valid_vocab, input.size(-1))
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     problem = checks.problem_of(  # the teacher's as of logits: its entries may be tempered, whatever they are
@@ -271,6 +270,7 @@ def topk_divergence(
         *(softcap, None, valid, *params, *params.values()),
     )
     words = valid or input.size(-1)
+    checks.check_ids(target_indices, words)
     support = sparse.support(target_values, target_indices, target_form, tail, form, problem, words)
     held, small = sparse.on_support(input, support)
     target = support.target
@@ -354,7 +354,6 @@ def linear_divergence(
     >>> kullback.linear_divergence(hidden, head, teacher, its_head)
     tensor(0.3776)
     """
-    checks.check_name("reduction", reduction, ROW_REDUCTIONS)
     checks.check_chunk_rows(chunk_rows)
     params = {name.removesuffix("_"): value for name, value in params.items()}
     student = Projection(*checks.projection("input", input, "weight", weight, "bias", bias))
@@ -365,14 +364,20 @@ def linear_divergence(
         checks.check_tensor("target", target)
         teacher = Projection(target)
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
+    checks.check_reduction(reduction, normalizer, input)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     ids = None
     if target_indices is not None:
+        if target_logit_scale is not None or target_softcap is not None:
+            raise ValueError(
+                "target_logit_scale and target_softcap are of all logits, not of entries; got target_indices"
+            )
         words = checks.valid_width(valid_vocab, student.words) or student.words
         problem = checks.problem_of(
             *(kind, "logits", "logits", temperature, target_temperature, logit_scale, 1.0),
             *(softcap, None, 0, *params, *params.values()),
         )
+        checks.check_ids(target_indices, words)
         form = "log_probs" if target_form is None else target_form
         support = sparse.support(target, target_indices, form, tail, "logits", problem, words)
         teacher, ids, problem = Projection(support.target), support.ids.flatten(0, -2), support.problem
@@ -411,8 +416,6 @@ def _reduce(
     dtype: torch.dtype,
 ) -> Tensor:
     """The input's rows reduced, by what finds scale · Σ coefficient · loss and coefficient · loss of each row."""
-    if normalizer is not None:
-        checks.check_normalizer(normalizer, reduction, input)
     if weight is not None and (weight.requires_grad or ops.hides_gradients()):
         # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
         losses = per_row((weight.detach() != 0).to(weight.dtype))

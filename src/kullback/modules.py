@@ -31,7 +31,19 @@ class KLDivLoss(nn.Module):
         return f"reduction={self.reduction!r}, log_target={self.log_target}, form={self.form!r}"
 
 
-class DivergenceLoss(nn.Module):
+class _WithOptions(nn.Module):
+    """A loss of a kind, its options held."""
+
+    def __init__(self, kind: str = "kl", **options: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.options = options
+
+    def extra_repr(self) -> str:
+        return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])
+
+
+class DivergenceLoss(_WithOptions):
     """:func:`kullback.divergence` with its options held; `row_weight` and `normalizer` come with a call.
 
     >>> import torch, kullback
@@ -39,11 +51,6 @@ class DivergenceLoss(nn.Module):
     >>> loss(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
     tensor(0.5000)
     """
-
-    def __init__(self, kind: str = "kl", **options: Any) -> None:
-        super().__init__()
-        self.kind = kind
-        self.options = options
 
     def forward(
         self,
@@ -57,11 +64,8 @@ class DivergenceLoss(nn.Module):
             input, target, self.kind, row_weight=row_weight, normalizer=normalizer, **self.options
         )
 
-    def extra_repr(self) -> str:
-        return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])
 
-
-class LinearDivergenceLoss(nn.Module):
+class LinearDivergenceLoss(_WithOptions):
     """:func:`kullback.linear_divergence` with its options held; tensors come with a call.
 
     Heads come with a call too, so `weight` is the kind's parameter here.
@@ -73,11 +77,6 @@ class LinearDivergenceLoss(nn.Module):
     tensor(0.0934)
     """
 
-    def __init__(self, kind: str = "kl", **options: Any) -> None:
-        super().__init__()
-        self.kind = kind
-        self.options = options
-
     def forward(
         self,
         input: Tensor,
@@ -88,6 +87,3 @@ class LinearDivergenceLoss(nn.Module):
     ) -> Tensor:
         options = {"weight_" if name == "weight" else name: value for name, value in self.options.items()}
         return functional.linear_divergence(input, weight, target, target_weight, self.kind, **options, **tensors)
-
-    def extra_repr(self) -> str:
-        return ", ".join([repr(self.kind), *(f"{name}={value!r}" for name, value in self.options.items())])

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
 from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS
 from kullback.formula import Program, Value, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
+TYPES = {  # of elements, as kernels call them
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kullback import backends, checks
+from kullback import backends
 from kullback.ops import PROBLEM, library, problem_of
 from kullback.rows import NUMBERS, Problem, held_dtype
 
@@ -129,9 +129,7 @@ class Support(NamedTuple):
 def support(
     values: Tensor, indices: Tensor, target_form: str, tail: str, form: str, problem: Problem, words: int
 ) -> Support:
-    """Of a teacher's entries. Those of one id are summed, those of id -1 left out."""
-    checks.check_tail(tail, target_form)
-    checks.check_ids(indices, words)
+    """Of a teacher's entries, for a student in `form`. Those of one id are summed, those of id -1 left out."""
     indices = indices.long()
     ids, first = distinct(indices)
     values = values.to(held_dtype(values.dtype))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kullback.backends.build import BuildError
-from kullback.backends.c.compile import HERE, TYPES, function, library
+from kullback.backends.c.compile import HERE, function, library
 from kullback.backends.c.compile import compiler as compiler
 from kullback.backends.c.support import gather as gather
 from kullback.backends.c.support import scatter as scatter
-from kullback.printer import print_functor, tame_ranges
+from kullback.printer import TYPES, print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.

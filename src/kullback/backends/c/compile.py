@@ -13,18 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kullback.backends import build
 from kullback.backends.build import BuildError
 
 HERE = Path(__file__).parent
-TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 # Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised.
 FLAGS = [
     "-std=gnu11",

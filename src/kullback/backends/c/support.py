@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kullback.backends.c.compile import HERE, TYPES, function, library
+from kullback.backends.c.compile import HERE, function, library
+from kullback.printer import TYPES
 from kullback.rows import Problem, held_dtype
 
 

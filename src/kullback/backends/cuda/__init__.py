@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kullback.backends.build import BuildError as BuildError
 from kullback.backends.cuda import logits, plan
-from kullback.backends.cuda.launch import TYPES, workspace
 from kullback.backends.cuda.launch import Launcher as Launcher
 from kullback.backends.cuda.launch import compile_cubin as compile_cubin
 from kullback.backends.cuda.launch import text as text
+from kullback.backends.cuda.launch import workspace
 from kullback.backends.cuda.support import gather as gather
 from kullback.backends.cuda.support import scatter as scatter
-from kullback.printer import print_functor, tame_ranges
+from kullback.printer import TYPES, print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 
 OLDEST = (8, 0)

@@ -18,12 +18,6 @@ from kullback.backends.build import BuildError
 from kullback.backends.cuda import plan
 
 HERE = Path(__file__).parent
-TYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
     # Half of a first call's time otherwise. Where it is missing, `unavailable` says so.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import TYPES, Launcher, text, workspace
-from kullback.printer import print_functor
+from kullback.backends.cuda.launch import Launcher, text, workspace
+from kullback.printer import TYPES, print_functor
 from kullback.rows import Gradients, Problem, Wanted
 
 

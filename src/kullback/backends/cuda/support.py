@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kullback.backends import torch as torch_path
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import TYPES, Launcher, text
+from kullback.backends.cuda.launch import Launcher, text
+from kullback.printer import TYPES
 from kullback.rows import Problem, held_dtype
 
 UNROLL = 4  # vectors in flight a thread
