@@ -19,6 +19,8 @@ from kullback.forms import FORMS
 from kullback.rows import Problem, accumulator
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Of a loss, by the dtypes of input and target
+LOSS_DTYPES = {(x, y): torch.promote_types(torch.promote_types(x, y), torch.float32) for x in FLOATS for y in FLOATS}
 REDUCTIONS = ("none", "mean", "sum")
 TAILS = ("bucket", "renormalize", "zero")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -96,6 +98,8 @@ def problem_of(*options: Any) -> Problem:
 
 def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
     """As a Problem has it: 0 where all of both rows counts."""
+    if valid is None and input.shape == target.shape and input.dim():
+        return 0
     if input.dim() == 0 or input.shape[:-1] != target.shape[:-1]:
         raise ValueError(
             f"input and target must have the same shape [..., vocab]; got {shape(input)} and {shape(target)}"

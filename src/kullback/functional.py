@@ -173,7 +173,7 @@ def divergence(
         *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
         *(softcap, target_softcap, checks.valid_vocab(valid_vocab, input, target), *params, *params.values()),
     )
-    dtype = torch.promote_types(torch.promote_types(input.dtype, target.dtype), torch.float32)
+    dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
@@ -389,7 +389,7 @@ def linear_divergence(
             *(softcap, target_softcap, 0, *params, *params.values()),
         )
     operands = linear.Operands(student.of_words(words).rows(), teacher.rows(), ids)
-    dtype = torch.promote_types(torch.promote_types(student.hidden.dtype, teacher.hidden.dtype), torch.float32)
+    dtype = checks.LOSS_DTYPES[student.hidden.dtype, teacher.hidden.dtype]
     shape, step = input.shape[:-1], chunk_rows or 0
 
     def each(coefficient: Tensor | None) -> Tensor | None:
@@ -441,7 +441,8 @@ def _reduce(
         return total(weight, 1 / normalizer)
     if weight is not None:
         return total(weight / _nonzero(weight.sum()), 1.0)
-    return total(None, 1 / max(math.prod(input.shape[:-1]), 1))
+    rows = input.size(0) if input.dim() == 2 else math.prod(input.shape[:-1])
+    return total(None, 1 / max(rows, 1))
 
 
 def _nonzero(divisor: Tensor) -> Tensor:

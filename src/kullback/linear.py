@@ -26,6 +26,7 @@ from kullback.rows import STATE_FIELDS, Problem, accumulator
 # Both sides' logits of a chunk. On a GPU a head's product needs about 2000 rows to run at its speed, and the float32
 # sum of a head's gradient is read and written once a chunk: docs/performance.md.
 CHUNK_BYTES = 5 << 28
+ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
 
 
@@ -111,7 +112,8 @@ class Side:
         self.d_bias: Tensor | None = None
         if weight is None:
             return
-        self.logits = hidden.new_empty(min(step, hidden.size(0)), weight.size(0))
+        width = math.ceil(weight.size(0) / ALIGNED) * ALIGNED
+        self.logits = hidden.new_empty(min(step, hidden.size(0)), width)[:, : weight.size(0)]
         if want[1]:
             new = torch.empty_like if hidden.size(0) else torch.zeros_like
             self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)

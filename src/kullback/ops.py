@@ -44,6 +44,8 @@ def _as_rows(tensor: Tensor, problem: Problem) -> Tensor:
     """[rows, valid vocab] with a row's elements side by side; a copy only where the layout has no such view."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
+    if tensor.dim() == 2 and tensor.stride(1) == 1:
+        return problem.valid(tensor)
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
     return problem.valid(tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous())
