@@ -140,6 +140,54 @@ def test_teachers_of_logits_and_probabilities(path, device, generator, target_fo
     assert all(relative_error(a, b) < 1e-5 for a, b in pairs)
 
 
+def test_teachers_of_any_layout(path, device, generator):
+    h, w, *_ = operands(generator, torch.float32, device, rows=(5,))
+    wide = sample("logits", (5, 2 * VOCAB), generator).to(device)
+    for target in (
+        wide.mT.contiguous().mT[:, :VOCAB],
+        wide[:, ::2],
+        wide[:, :1].expand(5, VOCAB),
+        torch._neg_view(wide)[:, :VOCAB],
+    ):
+        target = target.detach().requires_grad_()
+        ours = kullback.linear_divergence(h, w, target)
+        theirs = kullback.divergence(h @ w.T, target.detach().clone().contiguous().requires_grad_())
+        assert relative_error(ours, theirs) < 1e-5
+    one = kullback.linear_divergence(
+        h[0], w, wide[0, :4], target_form="logits", tail="zero", target_indices=torch.arange(4, device=device)
+    )
+    assert one.shape == ()
+    many = wide[:, None, :].expand(5, 3, -1)[..., :VOCAB]
+    assert kullback.linear_divergence(h[:, None].expand(5, 3, -1), w, many, reduction="none").shape == (5, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_teachers_of_inference_mode(generator, dtype, reduction):
+    h, w, _, t, v, _ = operands(generator, dtype)
+    with torch.inference_mode():
+        teacher = t * 1.0
+    ours = kullback.linear_divergence(h, w, teacher, v.detach(), reduction=reduction)
+    theirs = kullback.linear_divergence(h, w, t.detach(), v.detach(), reduction=reduction)
+    for a, b in zip(*(torch.autograd.grad(loss.sum(), (h, w)) for loss in (ours, theirs)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_row_that_does_not_count_may_have_an_infinite_gradient(path, device, generator):
+    tensors = operands(generator, torch.float32, device)
+    weight = torch.ones(ROWS, device=device)
+    weight[3] = 0
+    losses = call(tensors, row_weight=weight, reduction="none") / weight
+    gradients = torch.autograd.grad(losses, tensors, torch.ones_like(losses))
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_transforms_are_refused(generator):
+    h, w, _, t, v, _ = operands(generator, torch.float32, requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"not for torch.func's transforms"):
+        torch.func.grad(lambda h: kullback.linear_divergence(h, w, t, v))(h)
+
+
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_sparse_teachers(path, device, generator, tail, reduction):
@@ -358,7 +406,7 @@ def test_compile(generator, reduction, dynamic):
 def test_opcheck(generator):
     tensors = [t.detach() for t in operands(generator, torch.float32)]
     problem = ("kl logits logits", (1.0, 1.0, 0.0, 0.0, 0.0))
-    six = (*tensors, None)
+    six = (*tensors, None, 0.0)
     ops = torch.ops.kullback
     want = [True, True, False, True, False, True]
     torch.library.opcheck(ops.linear_total, (*six, None, 0.5, *problem, torch.float32, 4, want))

@@ -200,20 +200,82 @@ def test_never_negative_and_nothing_for_the_same(path, device, generator, eps):
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tail", TAILS)
-def test_garbage_in_rows_without_weight_leaks_nowhere(path, device, generator, garbage, tail):
+@pytest.mark.parametrize("target_form", ["log_probs", "probs"])
+def test_garbage_in_rows_without_weight_leaks_nowhere(path, device, generator, garbage, tail, target_form):
     clean = sample("logits", (4, 50), generator, torch.float32).to(device)
     log_p, ids = teacher((4, 50), 5, generator, torch.float32, device)
+    log_p = log_p.exp() if target_form == "probs" else log_p
     weight = torch.tensor([1.0, 0.0, 2.0, 0.0], device=device)
-    x, spoiled = clean.clone(), log_p.clone()
-    x[1], x[3, 7], spoiled[1] = garbage, garbage, garbage
+    x, spoiled, wrong = clean.clone(), log_p.clone(), ids.clone()
+    x[1], x[3, 7], spoiled[1], wrong[3] = garbage, garbage, garbage, -100
     results = []
-    for student, entries in ((clean, log_p), (x, spoiled)):
-        student = student.clone().requires_grad_()
-        loss = kullback.topk_divergence(student, entries, ids, tail=tail, row_weight=weight)
-        results.append((loss, torch.autograd.grad(loss, student)[0]))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-    assert results[1][1][1::2].abs().sum() == 0
+    for student, entries, where in ((clean, log_p, ids), (x, spoiled, wrong)):
+        leaves = [t.clone().requires_grad_() for t in (student, entries)]
+        loss = kullback.topk_divergence(*leaves, where, tail=tail, target_form=target_form, row_weight=weight)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for clean_result, other in zip(*results, strict=True):
+        assert torch.equal(clean_result, other)
+    assert results[1][1][1::2].abs().sum() == results[1][2][1::2].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("words", [100, 300, 50257])
+def test_ids_of_any_integer_dtype(path, device, generator, dtype, words):
+    x = sample("logits", (2, words), generator).to(device)
+    log_p, ids = teacher((2, 90), 5, generator, torch.float32, device)
+    assert kullback.topk_divergence(x, log_p, ids.to(dtype)) == kullback.topk_divergence(x, log_p, ids)
+
+
+@pytest.mark.parametrize("kind", ["kl", "jeffreys", "chi2", "reverse_kl"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_model_that_allows_only_the_ids_is_itself(path, device, kind, temperature):
+    """1 - Σ p is a rounding there, and the student has nothing beside the ids."""
+    x = torch.tensor([[1.0, 2.0, -math.inf, -math.inf], [1.3, 0.1, -math.inf, -math.inf]], device=device)
+    loss = kullback.topk_divergence(x, *x.log_softmax(-1).topk(2), kind, temperature=temperature, reduction="none")
+    assert loss.abs().max() < 1e-6
+    p = torch.tensor([[1.0, 0.0, 0.0, 0.0]], device=device)
+    ids = torch.tensor([[0, 1]], device=device)
+    if kind != "reverse_kl":
+        same = kullback.topk_divergence(p, p[:, :2], ids, kind, form="probs", target_form="probs")
+        assert same.abs() < 1e-6
+    held = kullback.topk_divergence(x[:1], torch.tensor([[0.5, 0.3]], device=device).log(), ids, "kl")
+    assert held == math.inf  # a tail that is no rounding
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -200.0])
+@pytest.mark.parametrize("tail", ["renormalize", "zero"])
+def test_entries_that_are_logits_have_no_zero(path, device, generator, offset, tail):
+    x = sample("logits", (1, 10), generator).to(device)
+    results = []
+    for shift in (0.0, offset):
+        values = (torch.tensor([[1.0, 2.0, 3.0]], device=device) + shift).requires_grad_()
+        ids = torch.tensor([[1, 1, 3]], device=device)
+        loss = kullback.topk_divergence(x, values, ids, tail=tail, target_form="logits")
+        results.append((loss, torch.autograd.grad(loss, values)[0]))
+    for plain, shifted in zip(*results, strict=True):  # a float32 of 200 is known to 8e-6, the divergence is 5e-5
+        assert relative_error(shifted, plain) < 1e-2
+
+
+def test_what_stands_at_no_id_has_no_gradient(path, device, generator):
+    x = sample("logits", (1, 10), generator).to(device)
+    for target_form, tail in itertools.product(("probs", "log_probs"), TAILS):
+        values = torch.tensor([[0.3, 0.2, math.nan]], device=device)
+        values = (values if target_form == "probs" else values.log()).requires_grad_()
+        ids = torch.tensor([[1, 2, -1]], device=device)
+        loss = kullback.topk_divergence(x, values, ids, tail=tail, target_form=target_form)
+        (gradient,) = torch.autograd.grad(loss, values)
+        assert gradient[:, :2].isfinite().all()
+        assert gradient[0, 2] == 0
+
+
+def test_entries_stored_in_16_bits_that_sum_to_more_than_one(path, device, generator):
+    y = sample("logits", (64, 200), generator, torch.float32, scale=4.0)
+    values, ids = y.log_softmax(-1).topk(50)
+    values = values.bfloat16().to(device)
+    for form, kind in itertools.product(FORMS, ("kl", "reverse_kl", "jensen_shannon", "alpha")):
+        x = {"logits": y, "log_probs": y.log_softmax(-1), "probs": y.softmax(-1)}[form].to(device)
+        loss = kullback.topk_divergence(x, values, ids.to(device), kind, form=form, reduction="none")
+        assert loss.min() >= (0 if form == "logits" else -1e-6)
 
 
 def test_impossible_words(path, device, generator):
@@ -275,9 +337,22 @@ def test_gradcheck(path, device, generator, form, tail):
 def test_a_second_derivative_is_refused(generator):
     x = sample("logits", (2, 12), generator).requires_grad_()
     log_p, ids = teacher((2, 12), 4, generator, torch.float32)
-    loss = kullback.topk_divergence(x, log_p, ids)
+    (gradient,) = torch.autograd.grad(kullback.topk_divergence(x, log_p, ids), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(loss, x, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_transforms(generator):
+    x = sample("logits", (3, 4, 30), generator)
+    log_p, ids = teacher((3, 4, 30), 5, generator, torch.float32)
+    loss = lambda a, b, c: kullback.topk_divergence(a, b, c)
+    gradients = torch.func.vmap(torch.func.grad(loss))(x, log_p, ids)
+    losses = torch.func.vmap(loss)(x, log_p, ids)
+    for i in range(3):
+        leaf = x[i].clone().requires_grad_()
+        each = loss(leaf, log_p[i], ids[i])
+        torch.testing.assert_close(losses[i], each)
+        torch.testing.assert_close(gradients[i], torch.autograd.grad(each, leaf)[0])
 
 
 # Dynamo instantiates the class of an autograd.Function that it traces, and is warned of its own doing.
@@ -334,6 +409,7 @@ def test_opcheck(generator):
         ({"form": "logit"}, ValueError, "form must be one of"),
         ({"kind": "lk"}, ValueError, "kind must be one of"),
         ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+        ({"temperature": 2.0, "form": "probs"}, ValueError, "temperature divides logits, and form 'probs' holds none"),
         ({"weight": 0.5}, ValueError, "kind 'kl' has no parameter 'weight'"),
         ({"valid_vocab": 11}, ValueError, "valid_vocab must be from 1 to 10"),
         ({"input": torch.zeros(())}, ValueError, "for an input"),

@@ -311,7 +311,7 @@ def shared_words(valid: int | None, student: int, teacher: int) -> int:
 
 
 def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
-    """A sparse teacher's entries and their ids. Whether these are words is said by `check_ids`."""
+    """A sparse teacher's entries and their ids. Whether these are words is said by `ids`."""
     check_tensor(name, values)
     if not isinstance(indices, Tensor):
         raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
@@ -341,11 +341,21 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
         )
 
 
-def check_ids(indices: Tensor, words: int) -> None:
-    """On a GPU by an assertion on the device, as an index out of range is found in torch: nothing waits for it."""
+def ids(indices: Tensor, words: int, skipped: Tensor | None) -> Tensor:
+    """As int64, -1 in rows that do not count.
+
+    Checked on a GPU by an assertion on the device, as an index out of range is found in torch: nothing waits for it. In
+    a transform, where no element can be looked at, those out of range are left out.
+    """
+    indices = indices.long()
+    if skipped is not None:
+        indices = torch.where(skipped.unsqueeze(-1), -1, indices)
     right = (indices >= -1) & (indices < words)
     meaning = f"target_indices must lie from 0 to {words - 1}, or be -1"
-    if indices.device.type != "cpu" or torch.compiler.is_compiling() or ops.hides_gradients():
+    if ops.hides_gradients():
+        return torch.where(right, indices, -1)
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(right.all(), meaning)
     elif not right.all():
         raise ValueError(f"{meaning}; got {indices[~right][0].item()}")
+    return indices

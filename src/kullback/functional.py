@@ -213,8 +213,9 @@ def topk_divergence(
     leave is told by `tail`:
 
     =========== =================================================================================================
-    bucket      one more outcome: the teacher's 1 - Σ p against the student's mass outside the ids. Never negative;
-                with k = vocab the dense loss, else the least that a teacher with these entries can have.
+    bucket      one more outcome: the teacher's 1 - Σ p against the student's mass outside the ids. From logits
+                never negative; with k = vocab the dense loss, else the least that a teacher with these entries
+                can have.
     renormalize both are taken given that the word is one of the k: neither has any other mass.
     zero        the entries as they are and nothing else: the student has mass where the teacher has none. The
                 usual Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
@@ -246,7 +247,9 @@ def topk_divergence(
             On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
 
     The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are words outside
-    the ids, so that one whose entries sum to 1 has a finite reverse_kl. A row without ids has a divergence of 0.
+    the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
+    of four roundings of the stored entries' dtype or less counts as none. With "bucket" and "renormalize" a row without
+    ids has a divergence of 0.
 
     Source: docs/mathematics.md.
 
@@ -265,15 +268,17 @@ def topk_divergence(
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
     valid = checks.valid_width(valid_vocab, input.size(-1))
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    problem = checks.problem_of(  # the teacher's as of logits: its entries may be tempered, whatever they are
+    # The teacher's as if of logits: its entries may be tempered, whatever they are.
+    target_temperature = temperature if target_temperature is None else target_temperature
+    problem = checks.problem_of(
         *(kind, form, "logits", temperature, target_temperature, logit_scale, 1.0),
         *(softcap, None, valid, *params, *params.values()),
     )
     words = valid or input.size(-1)
-    checks.check_ids(target_indices, words)
-    support = sparse.support(target_values, target_indices, target_form, tail, form, problem, words)
-    held, small = sparse.on_support(input, support)
-    target = support.target
+    skipped = None if weight is None else weight.detach() == 0
+    indices = checks.ids(target_indices, words, skipped)
+    support = sparse.support(target_values, indices, target_form, tail, form, problem, words, skipped)
+    held, target, small = sparse.on_support(input, support)
     dtype = torch.promote_types(held.dtype, target.dtype)
     return _reduce(
         lambda coefficient, scale: ops.total(held, target, coefficient, scale, small, dtype),
@@ -316,8 +321,8 @@ def linear_divergence(
     ``divergence(F.linear(input, weight, bias), F.linear(target, target_weight, target_bias), kind, ...)``, of which the
     logits are in memory a chunk of rows at a time. A sum or mean writes its gradients as it goes: a product each for
     the logits of both models, the gradient of `input` and that of `weight`; what needs no gradient costs no product,
-    and of a teacher without gradients nothing is kept. Losses of single rows (reduction "none") keep 56 bytes a row,
-    and their backward projects again.
+    and of a teacher without gradients nothing is kept. Losses of single rows (reduction "none"), sums of float16 and
+    those whose `row_weight` wants a gradient keep the operands and 56 bytes a row, and their backward projects again.
 
     Args:
         input: the student's hidden states, `[..., hidden]`, floating point.
@@ -343,7 +348,7 @@ def linear_divergence(
     Raises:
         TypeError: an argument of the wrong type or dtype; hidden states and a head of different dtypes.
         ValueError: shapes or devices that differ; unknown names; options out of range.
-        RuntimeError: in backward, where gradients of gradients are asked for.
+        RuntimeError: in a transform of torch.func; in backward, where gradients of gradients are asked for.
 
     Logits are rounded to the dtype of the hidden states, as a model's own are; all else is float32 or better. A head's
     gradient is summed over chunks in float32. Source: docs/performance.md.
@@ -355,7 +360,10 @@ def linear_divergence(
     tensor(0.3776)
     """
     checks.check_chunk_rows(chunk_rows)
-    params = {name.removesuffix("_"): value for name, value in params.items()}
+    if ops.hides_gradients():
+        raise RuntimeError("linear_divergence is not for torch.func's transforms; divergence(F.linear(...), ...) is")
+    if "weight_" in params:
+        params["weight"] = params.pop("weight_")
     student = Projection(*checks.projection("input", input, "weight", weight, "bias", bias))
     if target_weight is not None:
         projected = checks.projection("target", target, "target_weight", target_weight, "target_bias", target_bias)
@@ -366,7 +374,7 @@ def linear_divergence(
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    ids = None
+    ids, negligible = None, 0.0
     if target_indices is not None:
         if target_logit_scale is not None or target_softcap is not None:
             raise ValueError(
@@ -377,10 +385,12 @@ def linear_divergence(
             *(kind, "logits", "logits", temperature, target_temperature, logit_scale, 1.0),
             *(softcap, None, 0, *params, *params.values()),
         )
-        checks.check_ids(target_indices, words)
+        skipped = None if row_weight is None else row_weight.detach() == 0
+        indices = checks.ids(target_indices, words, skipped)
         form = "log_probs" if target_form is None else target_form
-        support = sparse.support(target, target_indices, form, tail, "logits", problem, words)
-        teacher, ids, problem = Projection(support.target), support.ids.flatten(0, -2), support.problem
+        support = sparse.support(target, indices, form, tail, "logits", problem, words, skipped)
+        teacher, problem, negligible = Projection(support.target), support.problem, support.negligible
+        ids = support.ids.reshape(math.prod(input.shape[:-1]), support.ids.size(-1))
     else:
         words = checks.shared_words(valid_vocab, student.words, teacher.words)
         teacher = teacher.of_words(words)
@@ -388,7 +398,7 @@ def linear_divergence(
             *(kind, "logits", target_form, temperature, target_temperature, logit_scale, target_logit_scale),
             *(softcap, target_softcap, 0, *params, *params.values()),
         )
-    operands = linear.Operands(student.of_words(words).rows(), teacher.rows(), ids)
+    operands = linear.Operands(student.of_words(words).rows(), teacher.rows(), ids, negligible)
     dtype = checks.LOSS_DTYPES[student.hidden.dtype, teacher.hidden.dtype]
     shape, step = input.shape[:-1], chunk_rows or 0
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kullback import backends, sparse
-from kullback.ops import PROBLEM, is_observed, library, problem_of
+from kullback.ops import PROBLEM, as_rows, is_observed, library, problem_of, weighted
 from kullback.rows import STATE_FIELDS, Problem, accumulator
 
 # Both sides' logits of a chunk. On a GPU a head's product needs about 2000 rows to run at its speed, and the float32
@@ -50,34 +50,37 @@ class Projection(NamedTuple):
         return Projection(self.hidden, self.weight[:count], None if self.bias is None else self.bias[:count])
 
     def rows(self) -> Projection:
-        return self._replace(hidden=self.hidden.reshape(-1, self.hidden.size(-1)))
+        shape = self.hidden.shape
+        return self._replace(hidden=self.hidden.reshape(math.prod(shape[:-1]), shape[-1]))
 
 
 class Operands(NamedTuple):
-    """Both models' rows; and where the teacher is a sparse one, its distinct ids, -1 where there is none."""
+    """Both models' rows; and where the teacher is a sparse one, what `sparse.Support` says of it."""
 
     student: Projection
     teacher: Projection
     ids: Tensor | None = None
+    negligible: float = 0.0
 
     @classmethod
-    def of(cls, tensors: Sequence[Any]) -> Operands:
+    def of(cls, flat: Sequence[Any]) -> Operands:
         """From what operators take."""
-        return cls(Projection(*tensors[:3]), Projection(*tensors[3:6]), tensors[6])
+        return cls(Projection(*flat[:3]), Projection(*flat[3:6]), *flat[6:])
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return *self.student, *self.teacher, self.ids
+    def flat(self) -> tuple[Any, ...]:
+        return *self.student, *self.teacher, self.ids, self.negligible
 
     @property
     def wanted(self) -> tuple[bool, ...]:
         """Of which of the first six a gradient is."""
         enabled = torch.is_grad_enabled()
-        return tuple(enabled and t is not None and t.requires_grad for t in self.tensors[:6])
+        return tuple(enabled and t is not None and t.requires_grad for t in self.flat[:6])
 
 
 TENSORS = (
-    "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? target_weight, Tensor? target_bias, Tensor? ids"
+    "Tensor input, Tensor weight, Tensor? bias, Tensor target, Tensor? target_weight, Tensor? target_bias, "
+    "Tensor? ids, float negligible"
 )
 library.define(
     f"linear_total({TENSORS}, Tensor? coefficient, float scale, {PROBLEM}, ScalarType dtype, int chunk_rows, "
@@ -101,8 +104,9 @@ class Side:
         step: int,
         coefficient: Tensor | None,
     ) -> None:
-        self.hidden, self.weight, self.bias = projection
-        hidden, weight, _ = projection
+        hidden, weight, self.bias = projection
+        self.weight = weight
+        self.hidden = hidden if weight is not None else as_rows(hidden)  # products read any layout, paths do not
         self.want = want  # the gradient of each of these
         self.coefficient = coefficient
         self.is_one_chunk = step >= hidden.size(0)
@@ -189,7 +193,7 @@ class Pass:
         want: Sequence[bool] = (False,) * 6,
     ) -> None:
         self.step = chunk_rows or step_of(operands)
-        self.problem, self.ids, self.coefficient = problem, operands.ids, coefficient
+        self.problem, self.ids, self.negligible = problem, operands.ids, operands.negligible
         self.sides = (
             Side(operands.student, want[:3], self.step, coefficient),
             Side(operands.teacher, want[3:], self.step, coefficient),
@@ -225,7 +229,10 @@ class Pass:
         writes: bool,
     ) -> Any:
         """The same of x at the ids, and its gradient from there."""
-        held = sparse.gather(self.problem, x, ids, y.size(-1) > ids.size(-1))
+        has_rest = y.size(-1) > ids.size(-1)
+        held = sparse.gather(self.problem, x, ids, has_rest)
+        if has_rest:
+            y = sparse.without_rounding(held, y, self.negligible)
         d_x, d_y = places
         d_held = None if d_x is None else torch.empty_like(held)
         gradients = ((d_held, d_y),) if writes else ()
@@ -249,8 +256,8 @@ def step_of(operands: Operands) -> int:
 
 
 def _total(*arguments: Any) -> list[Tensor]:
-    *tensors, coefficient, scale, divergence, numbers, dtype, chunk_rows, want = arguments
-    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
+    *flat, coefficient, scale, divergence, numbers, dtype, chunk_rows, want = arguments
+    operands, problem = Operands.of(flat), problem_of(divergence, tuple(numbers))
     sum_dtype = accumulator(operands.student.hidden)
     chunks = Pass(operands, problem, coefficient, chunk_rows, want)
     losses = chunks.run("total", scale, sum_dtype, of_rows=(coefficient,))
@@ -259,22 +266,23 @@ def _total(*arguments: Any) -> list[Tensor]:
 
 
 def _per_row(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, coefficient, divergence, numbers, dtype, chunk_rows = arguments
-    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
-    parts = Pass(operands, problem, coefficient, chunk_rows).run(
-        "accumulate", dtype, of_rows=(coefficient,), writes=False
-    )
+    *flat, coefficient, divergence, numbers, dtype, chunk_rows = arguments
+    operands, problem = Operands.of(flat), problem_of(divergence, tuple(numbers))
+    chunks = Pass(operands, problem, coefficient, chunk_rows)
+    parts = chunks.run("accumulate", dtype, of_rows=(coefficient,), writes=False)
     if not parts:
-        return operands.student.hidden.new_empty(0, dtype=dtype), operands.student.hidden.new_empty(
-            STATE_FIELDS, 0, dtype=torch.float64
-        )
+        return _no_rows(operands.student.hidden, 0, dtype)
     losses, states = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(states, -1)
 
 
+def _no_rows(like: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return like.new_empty(rows, dtype=dtype), like.new_empty(STATE_FIELDS, rows, dtype=torch.float64)
+
+
 def _gradient(*arguments: Any) -> list[Tensor]:
-    *tensors, state, cotangent, divergence, numbers, chunk_rows, want = arguments
-    operands, problem = Operands.of(tensors), problem_of(divergence, tuple(numbers))
+    *flat, state, cotangent, divergence, numbers, chunk_rows, want = arguments
+    operands, problem = Operands.of(flat), problem_of(divergence, tuple(numbers))
     chunks = Pass(operands, problem, cotangent, chunk_rows, want)
     chunks.run("gradient", of_rows=(state, cotangent))
     return chunks.gradients()
@@ -296,8 +304,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @torch.library.register_fake("kullback::linear_per_row", lib=library)
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    input, rows = arguments[0], arguments[0].size(0)
-    return input.new_empty(rows, dtype=arguments[-2]), input.new_empty(STATE_FIELDS, rows, dtype=torch.float64)
+    return _no_rows(arguments[0], arguments[0].size(0), arguments[-2])
 
 
 @torch.library.register_fake("kullback::linear_gradient", lib=library)
@@ -305,42 +312,47 @@ def _(*arguments: Any) -> list[Tensor]:
     return _fake_gradients(arguments[:6], arguments[-1])
 
 
-linear_total = torch.ops.kullback.linear_total.default
-linear_per_row = torch.ops.kullback.linear_per_row.default
-linear_gradient = torch.ops.kullback.linear_gradient.default
+OPERATORS = {
+    _total: torch.ops.kullback.linear_total.default,
+    _per_row: torch.ops.kullback.linear_per_row.default,
+    _gradient: torch.ops.kullback.linear_gradient.default,
+}
 
 
-def _is_observed(tensors: Sequence[Tensor | None]) -> bool:
-    return is_observed(*(t for t in tensors if t is not None))
+def _run(find: Callable[..., Any], tensors: Sequence[Any], *arguments: Any) -> Any:
+    """Plainly; or as an operator, where something traces or overrides the call."""
+    observed = is_observed(*(t for t in tensors if isinstance(t, Tensor)))
+    return (OPERATORS[find] if observed else find)(*tensors, *arguments)
 
 
-def _spread(found: Sequence[Tensor], want: Sequence[bool]) -> list[Tensor | None]:
-    """Gradients that were wanted, each in its place."""
-    remaining = iter(found)
-    return [next(remaining) if wanted else None for wanted in want]
+class Task(NamedTuple):
+    """What is asked of operands, but for the row weights."""
+
+    problem: Problem
+    negligible: float
+    dtype: torch.dtype
+    chunk_rows: int  # 0: as many as fit CHUNK_BYTES
+    want: tuple[bool, ...]
+
+    def spread(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Those that were wanted, each in its place; none of the ids."""
+        remaining = iter(gradients)
+        return [*(next(remaining) if wanted else None for wanted in self.want), None]
 
 
 class LinearTotal(torch.autograd.Function):
     """scale · Σ coefficient · loss, and the gradients of all that wants one, found in the same pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        coefficient: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-        chunk_rows: int,
-        want: tuple[bool, ...],
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        find = linear_total if _is_observed(tensors) else _total
-        loss, *gradients = find(
-            *tensors, coefficient, scale, problem.spelling, problem.numbers, dtype, chunk_rows, list(want)
+    def forward(ctx: Any, task: Task, coefficient: Tensor | None, scale: float, *tensors: Tensor | None) -> Tensor:
+        problem = task.problem
+        loss, *gradients = _run(
+            *(_total, (*tensors, task.negligible), coefficient, scale),
+            *(problem.spelling, problem.numbers, task.dtype, task.chunk_rows, list(task.want)),
         )
-        ctx.want = want
+        ctx.task = task
         ctx.save_for_backward(*gradients)
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -352,7 +364,7 @@ class LinearTotal(torch.autograd.Function):
         else:
             for gradient in gradients:
                 backends.scale_(gradient, upstream)
-        return *(None,) * 6, *_spread(gradients, ctx.want), None
+        return None, None, None, *ctx.task.spread(gradients)
 
 
 ONCE = "linear_divergence has no gradients of gradients; those of divergence(F.linear(input, weight), ...) are there"
@@ -364,33 +376,30 @@ class LinearPerRow(torch.autograd.Function):
     """coefficient · loss of each row; backward projects again and starts from the rows' states."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        coefficient: Tensor | None,
-        problem: Problem,
-        dtype: torch.dtype,
-        chunk_rows: int,
-        want: tuple[bool, ...],
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        find = linear_per_row if _is_observed(tensors) else _per_row
-        losses, state = find(*tensors, coefficient, problem.spelling, problem.numbers, dtype, chunk_rows)
-        ctx.problem, ctx.chunk_rows, ctx.want = problem, chunk_rows, want
+    def forward(ctx: Any, task: Task, coefficient: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        problem = task.problem
+        losses, state = _run(
+            *(_per_row, (*tensors, task.negligible), coefficient),
+            *(problem.spelling, problem.numbers, task.dtype, task.chunk_rows),
+        )
+        ctx.task = task
         ctx.save_for_backward(coefficient, state, *tensors)
-        return losses
+        return losses  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE)
+        task: Task = ctx.task
         coefficient, state, *tensors = ctx.saved_tensors
         cotangent = upstream.float() if upstream.dtype in (torch.float16, torch.bfloat16) else upstream
         if coefficient is not None:
-            cotangent = cotangent * coefficient
-        problem = ctx.problem
-        find = linear_gradient if is_observed(upstream) else _gradient
-        gradients = find(*tensors, state, cotangent, problem.spelling, problem.numbers, ctx.chunk_rows, list(ctx.want))
-        return *(None,) * 5, *_spread(gradients, ctx.want), None
+            cotangent = weighted(cotangent, coefficient)
+        gradients = _run(
+            *(_gradient, (*tensors, task.negligible), state, cotangent),
+            *(task.problem.spelling, task.problem.numbers, task.chunk_rows, list(task.want)),
+        )
+        return None, None, *task.spread(gradients)
 
 
 def total(
@@ -402,15 +411,21 @@ def total(
     chunk_rows: int,
 ) -> Tensor:
     """scale · Σ coefficient · loss, 0-d."""
-    want = operands.wanted
-    if any(want) and torch.float16 in (operands.student.hidden.dtype, operands.teacher.hidden.dtype):
+    *tensors, negligible = operands.flat
+    task = Task(problem, negligible, dtype, chunk_rows, operands.wanted)
+    if any(task.want) and torch.float16 in (operands.student.hidden.dtype, operands.teacher.hidden.dtype):
         # Not written before a loss scaler's factor is known, which keeps them from underflow.
         return (per_row(operands, coefficient, problem, dtype, chunk_rows).sum() * scale).to(dtype)
-    return LinearTotal.apply(coefficient, scale, problem, dtype, chunk_rows, want, *operands.tensors)  # type: ignore[no-any-return]
+    return LinearTotal.apply(task, coefficient, scale, *tensors)  # type: ignore[no-any-return]
 
 
 def per_row(
     operands: Operands, coefficient: Tensor | None, problem: Problem, dtype: torch.dtype, chunk_rows: int
 ) -> Tensor:
     """coefficient · loss of each row."""
-    return LinearPerRow.apply(coefficient, problem, dtype, chunk_rows, operands.wanted, *operands.tensors)  # type: ignore[no-any-return]
+    # What inference mode made cannot be saved for backward; a copy made outside of it can.
+    *tensors, negligible = operands.flat
+    task = Task(problem, negligible, dtype, chunk_rows, operands.wanted)
+    if any(task.want) and not torch.compiler.is_compiling():
+        tensors = [t.clone() if isinstance(t, Tensor) and t.is_inference() else t for t in tensors]
+    return LinearPerRow.apply(task, coefficient, *tensors)  # type: ignore[no-any-return]

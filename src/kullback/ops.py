@@ -40,15 +40,15 @@ def problem_of(divergence: str, numbers: tuple[float, ...]) -> Problem:
     return Problem(kind, form, target_form, numbers)
 
 
-def _as_rows(tensor: Tensor, problem: Problem) -> Tensor:
-    """[rows, valid vocab] with a row's elements side by side; a copy only where the layout has no such view."""
+def as_rows(tensor: Tensor) -> Tensor:
+    """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if tensor.dim() == 2 and tensor.stride(1) == 1:
-        return problem.valid(tensor)
+        return tensor
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
-    return problem.valid(tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous())
+    return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
 def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
@@ -81,8 +81,8 @@ class Slab(NamedTuple):
 
     def rows(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
         """As a path wants them."""
-        d_x, d_y = (None if t is None else _as_rows(t, problem) for t in (self.d_input, self.d_target))
-        x, y = _as_rows(self.input, problem), _as_rows(self.target, problem)
+        d_x, d_y = (None if t is None else problem.valid(as_rows(t)) for t in (self.d_input, self.d_target))
+        x, y = problem.valid(as_rows(self.input)), problem.valid(as_rows(self.target))
         return x, y, _row_vector(self.coefficient, x.size(0)), (d_x, d_y)
 
 
@@ -446,6 +446,11 @@ class InPlaceTotal(torch.autograd.Function):
         return _hand_over(ctx, upstream)
 
 
+def weighted(upstream: Tensor, coefficient: Tensor) -> Tensor:
+    """upstream · coefficient, and 0 where that is 0: the gradient of a row that does not count may be infinite."""
+    return torch.where(coefficient == 0, 0.0, upstream * coefficient)
+
+
 class PerRow(torch.autograd.Function):
     """coefficient · loss of each row, and the row states that its gradient starts from."""
 
@@ -477,7 +482,7 @@ class PerRow(torch.autograd.Function):
         if upstream.dtype in (torch.float16, torch.bfloat16):
             upstream = upstream.float()
         if coefficient is not None:
-            upstream = upstream * coefficient
+            upstream = weighted(upstream, coefficient)
         return *_pull_back(ctx, input, target, state, upstream), None, None, None
 
 
