@@ -279,8 +279,12 @@ def test_what_is_frozen_costs_no_product(generator, monkeypatch, wanted):
     for tensor, wants in zip((h, w, t, v), wanted, strict=True):
         tensor.requires_grad_(wants)
     products = Products(monkeypatch)
+    written = []
+    path = linear.backends.call
+    monkeypatch.setattr(linear.backends, "call", lambda verb, *rest: (written.append(rest[-1]), path(verb, *rest))[1])
     loss = kullback.linear_divergence(h, w, t, v)
     assert products.count == 2 + sum(wanted)
+    assert [place is not None for place in written.pop()] == [any(wanted[:2]), any(wanted[2:])]
     if any(wanted):
         loss.backward()
         assert products.count == 2 + sum(wanted)
