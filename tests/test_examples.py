@@ -13,10 +13,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("digits", ["--students", "2", "--steps", "150"], r"100 images: ([\d.]+)%.*\n.*opinion of all: ([\d.]+)%"),
+        ("digits", ["--students", "1", "--steps", "150"], r"100 images: ([\d.]+)%.*\n.*opinion of all: ([\d.]+)%"),
         (
             "language_model",
-            ["--steps", "30"],
+            ["--steps", "20"],
             r"student of the text: .* -> ([\d.]+).*\n(?:.*\n)*?.*teacher: .* -> ([\d.]+)",
         ),
     ],
