@@ -56,7 +56,8 @@ def test_values_and_gradients(path, device, generator, form, tail, dtype):
     x = sample(form, (3, 5, 301), generator, dtype).to(device).requires_grad_()
     log_p, ids = teacher((3, 5, 301), 20, generator, torch.float32, device)
     upstream = torch.rand(3, 5, generator=generator).to(device)
-    for kind in FINITE[tail]:
+    # What is gathered knows no kind: all of them once.
+    for kind in FINITE[tail] if dtype == torch.float32 else ("kl", "jensen_shannon", "total_variation"):
         loss = kullback.topk_divergence(
             x, log_p, ids, kind, form=form, tail=tail, reduction="none", **oracle.PARAMETERS[kind]
         )
