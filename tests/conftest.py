@@ -1,5 +1,7 @@
 """Samples and paths that all tests share."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -56,6 +58,16 @@ def device(path):
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(1)
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Inside, a host that waits for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def sample(form, shape, generator, dtype=torch.float32, scale=2.0):

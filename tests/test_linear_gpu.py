@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kullback
-from tests.conftest import relative_error
+from tests.conftest import no_synchronisation, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -90,11 +90,8 @@ def test_no_host_synchronisation():
         kullback.linear_divergence(*linear[:2], values, target_indices=ids, chunk_rows=100).backward()
 
     all_of_it()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         all_of_it()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_graph_replays_with_new_data():

@@ -7,7 +7,7 @@ import torch
 
 import kullback
 from tests import oracle
-from tests.conftest import relative_error
+from tests.conftest import no_synchronisation, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -176,8 +176,5 @@ def test_no_host_synchronisation(case, kind):
         kullback.divergence(x, y, kind, row_weight=weight, reduction="none").backward(upstream),
     ]
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

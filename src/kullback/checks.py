@@ -104,7 +104,7 @@ def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
         raise ValueError(
             f"input and target must have the same shape [..., vocab]; got {shape(input)} and {shape(target)}"
         )
-    if valid is None and input.shape != target.shape:
+    if valid is None:
         raise ValueError(
             f"input and target must have the same shape [..., vocab], unless valid_vocab says how much of it "
             f"counts; got {shape(input)} and {shape(target)}"

@@ -451,8 +451,7 @@ def _reduce(
         return total(weight, 1 / normalizer)
     if weight is not None:
         return total(weight / _nonzero(weight.sum()), 1.0)
-    rows = input.size(0) if input.dim() == 2 else math.prod(input.shape[:-1])
-    return total(None, 1 / max(rows, 1))
+    return total(None, 1 / max(math.prod(input.shape[:-1]), 1))
 
 
 def _nonzero(divisor: Tensor) -> Tensor:

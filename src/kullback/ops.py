@@ -241,13 +241,13 @@ def _(
 # vmap: a batch of problems is one problem of more rows.
 
 
-def _batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _batch_of_row_vectors(tensor: Tensor, dim: int | None, rows: torch.Size) -> Tensor:
     """A row vector for each problem of the batch, or one number for each, as [batch, *rows]."""
-    tensor = _batch_first(tensor, dim, rows[0])
+    tensor = batch_first(tensor, dim, rows[0])
     return tensor.reshape(*tensor.shape, *[1] * (len(rows) - tensor.dim())).expand(rows)
 
 
@@ -260,8 +260,8 @@ def _(
     coefficient: Tensor | None,
     *arguments: Any,
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    x = _batch_first(input, in_dims[0], info.batch_size)
-    y = _batch_first(target, in_dims[1], info.batch_size)
+    x = batch_first(input, in_dims[0], info.batch_size)
+    y = batch_first(target, in_dims[1], info.batch_size)
     if coefficient is not None:
         coefficient = _batch_of_row_vectors(coefficient, in_dims[2], x.shape[:-1])
     loss, state = row_losses(x, y, coefficient, *arguments)
@@ -281,8 +281,8 @@ def _(
     numbers: Sequence[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, int]:
-    x = _batch_first(input, in_dims[0], info.batch_size)
-    y = _batch_first(target, in_dims[1], info.batch_size)
+    x = batch_first(input, in_dims[0], info.batch_size)
+    y = batch_first(target, in_dims[1], info.batch_size)
     if coefficient is not None:
         coefficient = _batch_of_row_vectors(coefficient, in_dims[2], x.shape[:-1])
     loss = row_losses(x, y, coefficient, divergence, numbers, accumulator(x))[0]
@@ -300,8 +300,8 @@ def _(
     cotangent: Tensor,
     *arguments: Any,
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-    x = _batch_first(input, in_dims[0], info.batch_size)
-    y = _batch_first(target, in_dims[1], info.batch_size)
+    x = batch_first(input, in_dims[0], info.batch_size)
+    y = batch_first(target, in_dims[1], info.batch_size)
     upstream = _batch_of_row_vectors(cotangent, in_dims[3], x.shape[:-1])
     # The states of one problem would not fit a batch of upstream gradients: they are found anew.
     gradients = gradients_of(x, y, None, upstream, *arguments)

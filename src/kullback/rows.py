@@ -165,7 +165,7 @@ class State(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Tensor) -> State:
-        # C marks rows by the sign of a total.
+        # C and CUDA mark rows that were summed with guards by the sign of a total.
         return cls(LogSumExp(packed[0], packed[1].abs()), LogSumExp(*packed[2:4]), Sums(*packed[4:7]))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kullback import backends
-from kullback.ops import PROBLEM, as_rows, library, problem_of
+from kullback.ops import PROBLEM, as_rows, batch_first, library, problem_of
 from kullback.rows import NUMBERS, Problem, held_dtype
 
 library.define(f"gather(Tensor input, Tensor ids, {PROBLEM}, bool rest) -> Tensor")
@@ -75,10 +75,7 @@ def _(input: Tensor, ids: Tensor, held: Tensor, d_held: Tensor, divergence: str,
 
 
 def _batched(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    return [
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip(tensors, in_dims[: len(tensors)], strict=True)
-    ]
+    return [batch_first(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims[: len(tensors)], strict=True)]
 
 
 @torch.library.register_vmap("kullback::gather", lib=library)

@@ -142,10 +142,9 @@ template <typename T> static T atomicAdd(T *p, T x) { const T before = *p; *p +=
 static inline unsigned atomicOr(unsigned *p, unsigned x) { const unsigned before = *p; *p |= x; return before; }
 static inline bool __all_sync(unsigned, bool x)
 {
-    bool all = true;
     for (int step = 16; step; step /= 2)
         x = x & __shfl_xor_sync(0, x, step);
-    return all & x;
+    return x;
 }
 using std::max;
 using std::min;

@@ -85,8 +85,6 @@ def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> 
     refused: dict[str, str] = {}
     for name in PATHS if forced is None else (forced,):
         reason = _broken.get(name) or PATHS[name].why_not(problem, x, y)
-        if not hasattr(PATHS[name], verb):
-            reason = f"has no {verb}"
         if reason is None:
             try:
                 result = getattr(PATHS[name], verb)(problem, x, y, *arguments)

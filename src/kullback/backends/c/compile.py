@@ -54,11 +54,11 @@ def compiler() -> tuple[str, ...]:
     binary = shutil.which(name.split()[0])
     # Part of every cache key, since it is part of the command: another compiler compiles anew.
     version = f"-DCOMPILER_VERSION={os.stat(binary).st_mtime_ns}" if binary else "-DCOMPILER_VERSION=0"
-    native = ["-march=native"]
+    native = "-march=native"
     vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     error = ""
     probe = "int probe(void) { return 0; }\n"
-    for extra in (["-fopenmp", *native, *vectors], ["-fopenmp", *native], ["-fopenmp"], ["-fopenmp-simd"], []):
+    for extra in (["-fopenmp", native, *vectors], ["-fopenmp", native], ["-fopenmp"], ["-fopenmp-simd"], []):
         command = (*name.split(), *FLAGS, version, *extra)
         try:
             build.cached(key(command, probe), ".so", functools.partial(_compile, command, probe))

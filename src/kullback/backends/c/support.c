@@ -111,7 +111,7 @@ void kullback_scatter(const Arguments *a)
     const int has_rest = a->width > a->k;
 #pragma omp parallel num_threads(a->threads)
     {
-        unsigned char *mark = calloc((size_t)a->vocab, 1);
+        unsigned char *mark = has_rest ? calloc((size_t)a->vocab, 1) : NULL;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->rows; row++) {
             const X *x = a->x + row * a->x_stride;

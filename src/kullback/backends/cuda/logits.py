@@ -142,9 +142,6 @@ def _launcher(index: int, placed: plan.Layout, *fields: Any) -> Launcher:
     return Launcher(code, "kullback_logits", index, shape.threads, placed.cluster, placed.shared)
 
 
-ALIGNED = 64  # bytes of the longest vector, and as allocators give memory
-
-
 @functools.cache
 def _has_clusters(index: int) -> bool:
     """Whether the device can keep rows on chip: clusters, bulk copies, and the shared memory of the plan."""
@@ -154,11 +151,8 @@ def _has_clusters(index: int) -> bool:
 
 def _in_phase(x: Tensor, y: Tensor, gradients: Gradients) -> bool:
     """Whether in every row vectors of all tensors begin at the same element."""
-    tensors = [x, y, *(g for g in gradients if g is not None)]
-    step = x.stride(0)
-    if all(t.stride(0) == step and t.data_ptr() % ALIGNED == 0 for t in tensors):
-        return True
     width = plan.width(x.dtype, y.dtype)
+    tensors = [x, y, *(g for g in gradients if g is not None)]
     phases = {t.data_ptr() // t.itemsize % width for t in tensors}
     aligned = all(t.data_ptr() % t.itemsize == 0 for t in tensors)
     steps = {t.stride(0) % width for t in tensors} if x.size(0) > 1 else {0}

@@ -176,14 +176,16 @@ kullback_scatter(const X *x, const long long *ids, const real *held, const real 
 {
     const real scale = (real)by, cap = (real)softcap;
     const bool has_rest = width > k;
-    clear_marks(vocab);
+    if (has_rest)
+        clear_marks(vocab);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const X *from = x + row * x_stride;
         X *to = out + row * out_stride;
         const long long *own = ids + row * k;
         const real rest = has_rest ? against(held[row * width + k]) : (real)0;
         const real d_rest = has_rest ? d_held[row * width + k] : (real)0;
-        mark(own, k, true);
+        if (d_rest != 0)
+            mark(own, k, true);
         __syncthreads();
         const long long head = head_of(to, vocab);
         const bool in_phase = head_of(from, vocab) == head;
@@ -214,7 +216,8 @@ kullback_scatter(const X *x, const long long *ids, const real *held, const real 
                 const real d = d_held[row * width + j];
                 to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * slope_of(held[row * width + j], scale, cap));
             }
-        mark(own, k, false);
+        if (d_rest != 0)
+            mark(own, k, false);
         __syncthreads();
     }
 }
