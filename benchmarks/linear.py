@@ -67,7 +67,7 @@ def rivals(kind):
         # Theirs is beta = 0 for KL(teacher || student).
         beta = 0.0 if kind == "kl" else 0.5
         fused = LigerFusedLinearJSD(jsd_beta=beta)
-        yield "liger fused", lambda h, w, t, v: fused(h, w, t, v)
+        yield "liger fused", lambda h, w, t, v: fused(h, w, t, v, None)
         chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, chunk_size=1024)
         labels = {}
 
@@ -78,9 +78,11 @@ def rivals(kind):
         yield "liger chunked", run
     if importlib.util.find_spec("trl"):
         with contextlib.suppress(ImportError):
-            from trl.trainer.distillation_trainer import ChunkedDivergenceFunction
+            from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-            yield "trl chunked", lambda h, w, t, v: ChunkedDivergenceFunction.apply(h, w, t, v)[0]
+            beta = 0.0 if kind == "kl" else 0.5
+            per_token = ChunkedDivergenceFunction.apply
+            yield "trl chunked", lambda h, w, t, v: per_token(h, w, None, t, v, None, beta)[0].mean()
 
 
 def floor(tensors, clock):
@@ -152,14 +154,14 @@ def linear_case(rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, 
                 raise
             entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         entries.append(entry)
-    several = kullback.linear.step_of(
-        kullback.linear.Operands(kullback.linear.Projection(h, w), kullback.linear.Projection(t, v))
-    )
+    projections = (kullback.linear.Projection(*side) for side in ((h, w), (t, v)))
+    chunk, held, _ = kullback.linear.chunks_of(kullback.linear.Operands(*projections), (True, True, *[False] * 4))
     return {
         "case": {"rows": rows, "hidden": hidden, "teacher_hidden": teacher_hidden, "vocab": vocab, "kind": kind},
         "floor_seconds": products,
-        "chunk_rows": several,
-        "head_sum_bytes": 4 * w.numel() if several < rows else 0,  # in float32, beside the gradients
+        "chunk_rows": chunk,
+        "held_rows": held,  # of the student's logits
+        "head_sum_bytes": 4 * w.numel() if held < rows else 0,  # in float32, beside the gradients
         "results": entries,
     }
 
@@ -244,7 +246,7 @@ def main() -> None:
             result["linear"].append(linear_case(*case, device, clock))
             save()
             done = result["linear"][-1]
-            print(done["case"], f"floor {done['floor_seconds'] * 1e3:.2f} ms, chunks of {done['chunk_rows']}")
+            print(done["case"], f"floor {done['floor_seconds'] * 1e3:.2f} ms, {done['held_rows']} rows held")
             for entry in done["results"]:
                 print("   ", {k: round(v, 5) if isinstance(v, float) else v for k, v in entry.items()}, flush=True)
     if arguments.only in (None, "long") and device == "cuda":

@@ -309,23 +309,59 @@ def test_nothing_of_a_frozen_teacher_is_kept(generator):
     loss.backward()
 
 
-def test_chunks_hold_the_budget():
-    def step(rows, vocab, dtype=torch.bfloat16, teacher=True):
-        head = torch.empty(vocab, 1, dtype=dtype, device="meta")
-        rows = torch.empty(rows, 1, dtype=dtype, device="meta")
-        side = linear.Projection(rows, head)
-        return linear.step_of(linear.Operands(side, side if teacher else linear.Projection(rows)))
-
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
+def test_chunks_hold_the_budget(wanted):
+    want = [False, wanted[0], False, False, wanted[1], False]
     for rows, vocab, dtype in itertools.product(
         (1, 100, 4096, 8192, 131072), (1000, 128256, 151936, 262144), (torch.bfloat16, torch.float32)
     ):
-        chosen = step(rows, vocab, dtype)
-        assert chosen >= 1
-        assert chosen * vocab * dtype.itemsize * 2 <= linear.CHUNK_BYTES + linear.TILE * vocab * dtype.itemsize * 2
-    assert step(4096, 128256) == step(8192, 151936) == 2048
-    assert step(131072, 151936) <= step(1 << 20, 151936) + linear.TILE
-    assert step(8192, 151936, teacher=False) == 4096
-    assert step(100, 1000) == 100
+        head, hidden = (torch.empty(n, 1, dtype=dtype, device="meta") for n in (vocab, rows))
+        side = linear.Projection(hidden, head)
+        for sides in ((side, side), (side, linear.Projection(hidden))):
+            step, *held = linear.chunks_of(linear.Operands(*sides), want)
+            assert 1 <= step <= rows + linear.TILE
+            assert all(count % step == 0 and count >= step for count in held)
+            used = sum(
+                min(count, rows) * vocab * dtype.itemsize
+                for count, (_, weight, _) in zip(held, sides, strict=True)
+                if weight is not None
+            )
+            assert used <= linear.CHUNK_BYTES
+
+
+def test_rows_are_held_together_for_a_head_whose_gradient_is_wanted():
+    def chunks(rows, vocab, *want, teacher=True):
+        head, hidden = (torch.empty(n, 1, dtype=torch.bfloat16, device="meta") for n in (vocab, rows))
+        side = linear.Projection(hidden, head)
+        operands = linear.Operands(side, side if teacher else linear.Projection(hidden))
+        return linear.chunks_of(operands, [False, *want] if want else [False] * 6)
+
+    student, both = (True, False, False, False, False), (True, False, False, True, False)
+    assert chunks(4096, 128256, *student) == (1024, 4096, 1024)  # the head's gradient is one product
+    assert chunks(8192, 151936, *student) == (1024, 4096, 1024)
+    assert chunks(8192, 151936, *both) == (2048, 2048, 2048)
+    assert chunks(8192, 151936) == (2048, 2048, 2048)
+    assert chunks(8192, 151936, *student, teacher=False) == (4096, 4096, 4096)
+    assert chunks(100, 1000, *student) == (100, 100, 100)
+    assert chunks(0, 1000, *student)[0] == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (3, 4, 5), (1,), (0, 4), (0,)])
+def test_gradients_of_rows_held_together(path, device, generator, monkeypatch, wanted, reduction):
+    monkeypatch.setattr(linear, "CHUNK_BYTES", 7 * 8 * VOCAB)  # of the 13 rows 1 passes and 5 are held
+    tensors = operands(generator, device=device)
+    for index, tensor in enumerate(tensors):
+        tensor.requires_grad_(index in wanted)
+    weight = torch.rand(ROWS, generator=generator, dtype=torch.float64).to(device)
+    leaves = [tensors[index] for index in wanted]
+    losses = reference(tensors, "jeffreys") * weight
+    expected = losses.sum() / weight.sum() if reduction == "mean" else losses
+    ours = call(tensors, "jeffreys", row_weight=weight, reduction=reduction)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    theirs = torch.autograd.grad(expected.sum(), leaves)
+    for mine, other in zip(torch.autograd.grad(ours.sum(), leaves), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
 
 
 def test_a_second_backward_and_second_derivatives(generator):

@@ -13,9 +13,9 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from kullback import ops
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
+from kullback.observed import is_observed
 from kullback.rows import Problem, accumulator
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -140,7 +140,7 @@ def check_inplace(
         reason = 'goes with reduction "sum" or "mean"'
     elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
         reason = "leaves no logits to find a gradient of row_weight or normalizer from"
-    elif ops.is_observed(input, target):
+    elif is_observed(input, target):
         reason = "is for plain eager calls, not for what traces or transforms them"
     elif torch.is_grad_enabled() and input.requires_grad:
         if input.is_leaf or (input._base is not None and input._base.is_leaf and input._base.requires_grad):
@@ -311,7 +311,7 @@ def shared_words(valid: int | None, student: int, teacher: int) -> int:
 
 
 def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
-    """A sparse teacher's entries and their ids. Whether these are words is said by `ids`."""
+    """A sparse teacher's entries and their ids. Whether these are words is said where they are read."""
     check_tensor(name, values)
     if not isinstance(indices, Tensor):
         raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
@@ -339,23 +339,3 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
             'tail="bucket" needs what the entries leave of 1, which k logits do not tell: give log_probs, or '
             'tail="renormalize" or "zero"'
         )
-
-
-def ids(indices: Tensor, words: int, skipped: Tensor | None) -> Tensor:
-    """As int64, -1 in rows that do not count.
-
-    Checked on a GPU by an assertion on the device, as an index out of range is found in torch: nothing waits for it. In
-    a transform, where no element can be looked at, those out of range are left out.
-    """
-    indices = indices.long()
-    if skipped is not None:
-        indices = torch.where(skipped.unsqueeze(-1), -1, indices)
-    right = (indices >= -1) & (indices < words)
-    meaning = f"target_indices must lie from 0 to {words - 1}, or be -1"
-    if ops.hides_gradients():
-        return torch.where(right, indices, -1)
-    if indices.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(right.all(), meaning)
-    elif not right.all():
-        raise ValueError(f"{meaning}; got {indices[~right][0].item()}")
-    return indices

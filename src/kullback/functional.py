@@ -12,6 +12,7 @@ from torch import Tensor
 from kullback import checks, linear, ops, sparse
 from kullback.forms import FORMS
 from kullback.linear import Projection
+from kullback.observed import hides_gradients
 from kullback.rows import Problem, accumulator
 
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
@@ -276,14 +277,12 @@ def topk_divergence(
     )
     words = valid or input.size(-1)
     skipped = None if weight is None else weight.detach() == 0
-    indices = checks.ids(target_indices, words, skipped)
-    support = sparse.support(target_values, indices, target_form, tail, form, problem, words, skipped)
-    held, target, small = sparse.on_support(input, support)
-    dtype = torch.promote_types(held.dtype, target.dtype)
+    support = sparse.support(target_values, target_indices, target_form, tail, form, problem, words, skipped)
+    dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     return _reduce(
-        lambda coefficient, scale: ops.total(held, target, coefficient, scale, small, dtype),
-        lambda coefficient: ops.per_row(held, target, coefficient, small, dtype),
-        held,
+        lambda coefficient, scale: sparse.total(input, support, coefficient, scale, dtype),
+        lambda coefficient: sparse.per_row(input, support, coefficient, dtype),
+        input,
         weight,
         reduction,
         normalizer,
@@ -339,7 +338,7 @@ def linear_divergence(
             reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
             The weight of jensen_shannon is `weight_` here, since `weight` is the head.
         valid_vocab: how many words count, where a head is padded or one is longer.
-        chunk_rows: rows of a chunk; by default as many as 1.25 GiB of both models' logits hold.
+        chunk_rows: rows of a chunk; by default as many as 1.5 GB of both models' logits allow.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states
@@ -360,7 +359,7 @@ def linear_divergence(
     tensor(0.3776)
     """
     checks.check_chunk_rows(chunk_rows)
-    if ops.hides_gradients():
+    if hides_gradients():
         raise RuntimeError("linear_divergence is not for torch.func's transforms; divergence(F.linear(...), ...) is")
     if "weight_" in params:
         params["weight"] = params.pop("weight_")
@@ -386,9 +385,8 @@ def linear_divergence(
             *(softcap, None, 0, *params, *params.values()),
         )
         skipped = None if row_weight is None else row_weight.detach() == 0
-        indices = checks.ids(target_indices, words, skipped)
         form = "log_probs" if target_form is None else target_form
-        support = sparse.support(target, indices, form, tail, "logits", problem, words, skipped)
+        support = sparse.support(target, target_indices, form, tail, "logits", problem, words, skipped)
         teacher, problem, negligible = Projection(support.target), support.problem, support.negligible
         ids = support.ids.reshape(math.prod(input.shape[:-1]), support.ids.size(-1))
     else:
@@ -426,7 +424,7 @@ def _reduce(
     dtype: torch.dtype,
 ) -> Tensor:
     """The input's rows reduced, by what finds scale · Σ coefficient · loss and coefficient · loss of each row."""
-    if weight is not None and (weight.requires_grad or ops.hides_gradients()):
+    if weight is not None and (weight.requires_grad or hides_gradients()):
         # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
         losses = per_row((weight.detach() != 0).to(weight.dtype))
         losses = (losses * weight).to(dtype)
@@ -443,7 +441,7 @@ def _reduce(
     if reduction == "sum":
         return total(weight, 1.0)
     if isinstance(normalizer, Tensor):
-        if normalizer.requires_grad or ops.hides_gradients():
+        if normalizer.requires_grad or hides_gradients():
             return (total(weight, 1.0) / _nonzero(normalizer)).to(dtype)
         inverse = 1 / _nonzero(normalizer.detach().to(input.device, accumulator(input)))
         return total(inverse if weight is None else weight * inverse, 1.0)

@@ -2,7 +2,7 @@
 
     logits    = hidden @ weight.T + bias        a chunk of rows, of the student and of the teacher
     verbs                                       the logits' gradient takes their place
-    d_hidden  = d_logits @ weight
+    d_hidden  = d_logits @ weight               a few chunks of rows, whose logits' gradients are kept together
     d_weight += d_logits.T @ hidden             in float32
 
 A sum writes its gradients in the pass that finds it, four products in all, and keeps nothing else. Losses of single
@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 
 from kullback import backends, sparse
-from kullback.ops import PROBLEM, as_rows, is_observed, library, problem_of, weighted
+from kullback.observed import is_observed
+from kullback.ops import PROBLEM, as_rows, library, problem_of, weighted
 from kullback.rows import STATE_FIELDS, Problem, accumulator
 
-# Both sides' logits of a chunk. On a GPU a head's product needs about 2000 rows to run at its speed, and the float32
-# sum of a head's gradient is read and written once a chunk: docs/performance.md.
-CHUNK_BYTES = 5 << 28
+# All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
+# together, and the fewer rows that product has the slower it is; one that only projects does well with a thousand:
+# docs/performance.md.
+CHUNK_BYTES = 1500 << 20
+PASSING = 5  # of these bytes, at most one in so many is for a side whose logits are not kept, beside one whose are
 ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
 
@@ -101,7 +104,7 @@ class Side:
         self,
         projection: Projection,
         want: Sequence[bool],
-        step: int,
+        held: int,
         coefficient: Tensor | None,
     ) -> None:
         hidden, weight, self.bias = projection
@@ -109,15 +112,15 @@ class Side:
         self.hidden = hidden if weight is not None else as_rows(hidden)  # products read any layout, paths do not
         self.want = want  # the gradient of each of these
         self.coefficient = coefficient
-        self.is_one_chunk = step >= hidden.size(0)
-        self.is_first_chunk = True
+        self.held = held  # rows whose logits are in memory: a chunk's, or several chunks'
+        self.is_first_product = True
         self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if want[0] else None
         self.d_weight: Tensor | None = None
         self.d_bias: Tensor | None = None
         if weight is None:
             return
         width = math.ceil(weight.size(0) / ALIGNED) * ALIGNED
-        self.logits = hidden.new_empty(min(step, hidden.size(0)), width)[:, : weight.size(0)]
+        self.logits = hidden.new_empty(min(held, hidden.size(0)), width)[:, : weight.size(0)]
         if want[1]:
             new = torch.empty_like if hidden.size(0) else torch.zeros_like
             self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)
@@ -126,16 +129,17 @@ class Side:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of the head's gradient while chunks are added to it."""
+        """Of the head's gradient while products are added to it."""
         wide = torch.promote_types(self.hidden.dtype, torch.float32)
-        return self.hidden.dtype if self.is_one_chunk else wide
+        return self.hidden.dtype if self.held >= self.hidden.size(0) else wide
 
     def values(self, rows: slice) -> Tensor:
-        """The chunk's logits, in memory that the next chunk's will take; or what was given."""
-        if self.weight is None:
-            return self.hidden[rows]
+        """The chunk's logits, in memory that a later chunk's will take; or what was given."""
         hidden = self.hidden[rows]
-        out = self.logits[: hidden.size(0)]
+        if self.weight is None:
+            return hidden
+        first = rows.start % self.held
+        out = self.logits[first : first + hidden.size(0)]
         if self.bias is None:
             return torch.mm(hidden, self.weight.t(), out=out)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
@@ -146,10 +150,15 @@ class Side:
             return None if self.d_hidden is None else self.d_hidden[rows]
         return values if any(self.want) else None
 
-    def pull_back(self, rows: slice, d_logits: Tensor | None) -> None:
-        """From the chunk's logits to the hidden states and the head."""
-        if self.weight is None or d_logits is None:
+    def pull_back(self, chunk: slice) -> None:
+        """From the logits' gradients that are held, once the chunk completes them, to hidden states and head."""
+        if self.weight is None or not any(self.want):
             return
+        end = min(chunk.stop, self.hidden.size(0))
+        rows = slice(chunk.start // self.held * self.held, end)
+        if end % self.held and end < self.hidden.size(0):
+            return
+        d_logits = self.logits[: end - rows.start]
         if self.d_hidden is not None:
             torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
         if self.d_weight is not None:
@@ -158,7 +167,7 @@ class Side:
             self.d_bias += d_logits.sum(0, dtype=self.d_bias.dtype)
 
     def read(self, rows: slice) -> Tensor:
-        """The chunk's hidden states, 0 where the row does not count: 0 times what stands there may be NaN."""
+        """Hidden states, 0 where the row does not count: 0 times what stands there may be NaN."""
         hidden = self.hidden[rows]
         if self.coefficient is None:
             return hidden
@@ -166,8 +175,8 @@ class Side:
 
     def add_product(self, total: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
         """total += d_logits.T @ hidden, where the total may be wider than they; the first product is put there."""
-        beta = 0 if self.is_first_chunk else 1
-        self.is_first_chunk = False
+        beta = 0 if self.is_first_product else 1
+        self.is_first_product = False
         if total.dtype == hidden.dtype:
             total.addmm_(d_logits.t(), hidden, beta=beta)
         elif total.device.type == "cuda":
@@ -192,11 +201,11 @@ class Pass:
         chunk_rows: int,
         want: Sequence[bool] = (False,) * 6,
     ) -> None:
-        self.step = chunk_rows or step_of(operands)
+        self.step, *held = (chunk_rows,) * 3 if chunk_rows else chunks_of(operands, want)
         self.problem, self.ids, self.negligible = problem, operands.ids, operands.negligible
         self.sides = (
-            Side(operands.student, want[:3], self.step, coefficient),
-            Side(operands.teacher, want[3:], self.step, coefficient),
+            Side(operands.student, want[:3], held[0], coefficient),
+            Side(operands.teacher, want[3:], held[1], coefficient),
         )
 
     def run(self, verb: str, *arguments: Any, of_rows: Sequence[Tensor | None] = (), writes: bool = True) -> list[Any]:
@@ -209,8 +218,8 @@ class Pass:
             places = [side.place(rows, t) for side, t in zip(self.sides, (x, y), strict=True)]
             call = self._call if self.ids is None else functools.partial(self._on_support, self.ids[rows])
             results.append(call(verb, x, y, [*parts, *arguments], places, writes))
-            for side, place in zip(self.sides, places, strict=True):
-                side.pull_back(rows, place)
+            for side in self.sides:
+                side.pull_back(rows)
         return results
 
     def _call(
@@ -245,14 +254,34 @@ class Pass:
         return [gradient for side in self.sides for gradient in side.gradients()]
 
 
-def step_of(operands: Operands) -> int:
-    """Rows of a chunk: as even a division as fits CHUNK_BYTES of logits."""
+def chunks_of(operands: Operands, want: Sequence[bool]) -> tuple[int, int, int]:
+    """Rows of a chunk, and of the student's and the teacher's logits that are held: whole chunks, in CHUNK_BYTES.
+
+    Those of a head whose gradient is wanted are held for several chunks, if the other side's pass.
+    """
     rows = operands.student.hidden.size(0)
-    heads = [side.weight for side in (operands.student, operands.teacher) if side.weight is not None]
-    bytes_per_row = sum(weight.size(0) * weight.itemsize for weight in heads)
-    most = max(1, CHUNK_BYTES // max(1, bytes_per_row))
-    even = math.ceil(rows / max(1, math.ceil(rows / most)))
-    return max(1, even if even < TILE else math.ceil(even / TILE) * TILE)
+    heads = operands.student.weight, operands.teacher.weight
+    sizes = [0 if weight is None else weight.size(0) * weight.itemsize for weight in heads]
+    keeps = [size > 0 and wanted for size, wanted in zip(sizes, (want[1], want[4]), strict=True)]
+    kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
+    passing = sum(sizes) - kept
+    if kept and passing:
+        most = _even(CHUNK_BYTES // (PASSING * passing))
+        several = max(1, (CHUNK_BYTES // most - passing) // kept)
+    else:
+        most, several = _even(CHUNK_BYTES // max(1, kept + passing)), 1
+    blocks = math.ceil(rows / (most * several))
+    each = math.ceil(rows / max(1, blocks))
+    several = math.ceil(each / most)
+    step = max(1, math.ceil(each / max(1, several)))
+    step = min(most, step if step < TILE else math.ceil(step / TILE) * TILE)
+    student, teacher = (step * several if keep else step for keep in keeps)
+    return step, student, teacher
+
+
+def _even(rows: int) -> int:
+    """At most so many, of whole tiles if there is one."""
+    return max(1, rows if rows < TILE else rows // TILE * TILE)
 
 
 def _total(*arguments: Any) -> list[Tensor]:

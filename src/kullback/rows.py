@@ -177,6 +177,19 @@ Wanted = tuple[bool, bool]  # the gradient of the input, of the target
 Gradients = tuple[Tensor | None, Tensor | None]  # to be written: of the input, of the target; a row's elements adjacent
 
 
+class Entries(NamedTuple):
+    """What a sparse teacher's entries are, and what is to be made of them."""
+
+    form: str
+    tail: str
+    as_logits: bool  # whether the target may lack a norm
+    words: int
+
+    def normalises(self, temperature: float) -> bool:
+        """Whether the target is to sum to 1 where the entries as stored, or tempered, may not."""
+        return not self.as_logits and (temperature != 1 or self.tail == "bucket" or self.form == "logits")
+
+
 def accumulator(tensor: Tensor) -> torch.dtype:
     """The dtype of sums, row coefficients and cotangents: float64 where the device has it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kullback import backends
-from kullback.ops import PROBLEM, as_rows, batch_first, library, problem_of
-from kullback.rows import NUMBERS, Problem, held_dtype
+from kullback import backends, ops
+from kullback.backends.torch.entries import entries, log_or_nothing, one_outcome
+from kullback.observed import is_observed
+from kullback.ops import PROBLEM, as_rows, batch_first, library, problem_of, weighted
+from kullback.rows import NUMBERS, Entries, Problem, held_dtype
 
 library.define(f"gather(Tensor input, Tensor ids, {PROBLEM}, bool rest) -> Tensor")
 library.define(f"scatter(Tensor input, Tensor ids, Tensor held, Tensor d_held, {PROBLEM}) -> Tensor")
@@ -157,46 +160,17 @@ def support(
     words: int,
     skipped: Tensor | None,
 ) -> Support:
-    """Of a teacher's entries, for a student in `form`. Those of one id are summed, those of id -1 left out.
-
-    `skipped` are rows that do not count, whatever their entries.
-    """
-    temperature = problem.temperatures[1]
-    epsilon = torch.finfo(values.dtype).eps
-    absent = indices < 0 if skipped is None else (indices < 0) | skipped.unsqueeze(-1)
-    ids, first = distinct(torch.where(absent, -1, indices))
-    values = torch.where(absent, 1.0, values.to(held_dtype(values.dtype)))
-    log_p = log(values) if target_form == "probs" else values
-    log_p = _sum_of_equal(torch.where(absent, -math.inf, log_p), first)
-    log_p = torch.where(ids < 0, -math.inf, log_p)
-    known = log_p / temperature
-    as_logits = form == "logits" and tail != "zero"
-    if tail == "renormalize":
-        as_logits, target = True, one_outcome(known, ids)
-    elif target_form == "logits":  # nothing is known of the others
-        nothing = (ids < 0).all(-1, keepdim=True)
-        known = torch.where(nothing, -math.inf, torch.where(nothing, 0.0, known).log_softmax(-1))
-        target = torch.cat([known, torch.full_like(known[..., :1], -math.inf)], -1)
+    """Of a teacher's entries, for a student in `form`; `skipped` are rows that do not count."""
+    of = Entries(target_form, tail, tail == "renormalize" or (form == "logits" and tail != "zero"), words)
+    if is_observed(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
+        ids, target = entries(problem, values, indices, skipped, of)
     else:
-        rest = _log_rest(log_p, words - (ids >= 0).sum(-1, keepdim=True), temperature)
-        target = torch.cat([known, rest], -1)
-        if not as_logits and (temperature != 1 or tail == "bucket"):  # entries may sum to more than 1, as stored
-            target = target.log_softmax(-1)
-        if tail == "zero":
-            target = torch.cat([target[..., :-1], torch.full_like(rest, -math.inf)], -1)
+        ids, target = backends.call("entries", problem, values, indices, skipped, of)
+    temperature = problem.temperatures[1]
     log_words = math.log(max(words - ids.size(-1), 1))
-    negligible = log_words + (math.log(4 * epsilon) - log_words) / temperature
-    problem = dataclasses.replace(problem, target_form="logits" if as_logits else "log_probs")
+    negligible = log_words + (math.log(4 * torch.finfo(values.dtype).eps) - log_words) / temperature
+    problem = dataclasses.replace(problem, target_form="logits" if of.as_logits else "log_probs")
     return Support(ids, target, problem, negligible)
-
-
-def _log_rest(log_p: Tensor, words: Tensor, temperature: float) -> Tensor:
-    """log of what so many other words have together: of equal shares, the choice of largest entropy, tempered."""
-    least = torch.finfo(log_p.dtype).eps / 2  # what rounding leaves of 1 - 1
-    mass = (1 - log_p.double().exp().sum(-1, keepdim=True)).clamp(min=least)
-    log_words = words.clamp(min=1).double().log()
-    rest = log_words + (mass.log() - log_words) / temperature
-    return torch.where(words > 0, rest, -math.inf).to(log_p.dtype)
 
 
 def without_rounding(held: Tensor, target: Tensor, negligible: float, nothing: float = -math.inf) -> Tensor:
@@ -206,46 +180,111 @@ def without_rounding(held: Tensor, target: Tensor, negligible: float, nothing: f
     return torch.cat([target[..., :-1], torch.where(none, -math.inf, rest)], -1)
 
 
-def one_outcome(held: Tensor, ids: Tensor) -> Tensor:
-    """A row of no ids has no distribution to renormalise: it is given one outcome, the same to both models."""
-    nothing = (ids < 0).all(-1, keepdim=True)
-    return torch.where(nothing & (torch.arange(ids.size(-1), device=ids.device) == 0), 0.0, held)
-
-
-def log(p: Tensor) -> Tensor:
-    """log p, with a gradient of 0 where p is 0."""
-    return torch.where(p == 0, -math.inf, torch.where(p == 0, 1.0, p).log())
-
-
-def _sum_of_equal(log_p: Tensor, first: Tensor) -> Tensor:
-    """log Σ p over entries of the same id, at the first of them; entries that stand alone as they are."""
-    lowest = torch.full_like(log_p, -math.inf)
-    top = lowest.scatter_reduce(-1, first, log_p.detach(), "amax")
-    top = torch.where(top.isfinite(), top, 0.0)
-    count = torch.zeros_like(log_p).scatter_add(-1, first, torch.ones_like(log_p))
-    total = torch.zeros_like(log_p).scatter_add(-1, first, (log_p - top.gather(-1, first)).exp())
-    return torch.where(count > 1, log(total) + top, log_p)
-
-
 def on_support(input: Tensor, support: Support) -> tuple[Tensor, Tensor, Problem]:
     """The student and the teacher at the teacher's words, and the problem of the two."""
     form, has_rest = support.problem.form, support.target.size(-1) > support.ids.size(-1)
     held: Tensor = Gather.apply(input, support.ids, support.problem, has_rest)
     if not has_rest:
-        held = one_outcome(log(held), support.ids) if form == "probs" else held
+        held = one_outcome(log_or_nothing(held), support.ids) if form == "probs" else held
         return held, support.target, small(support.problem)
     nothing = 0.0 if form == "probs" else -math.inf
     target = without_rounding(held, support.target, support.negligible, nothing)
     return held, target, small(support.problem, form)
 
 
-def distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The ids with repetitions made -1, and for each entry the position where its id stands first."""
-    order = ids.argsort(dim=-1, stable=True)
-    ordered = ids.gather(-1, order)
-    begins = torch.ones_like(ordered, dtype=torch.bool)
-    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    positions = torch.arange(ids.size(-1), device=ids.device).expand_as(ids)
-    leader = torch.where(begins, positions, 0).cummax(-1).values
-    first = positions.scatter(-1, order, order.gather(-1, leader))
-    return torch.where(first == positions, ids, -1), first
+class SparseTotal(torch.autograd.Function):
+    """scale · Σ coefficient · loss on a teacher's words; of the gradient the few numbers that it follows from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, support: Support, coefficient: Tensor | None, scale: float, dtype: torch.dtype
+    ) -> Tensor:
+        rows = Rows.gathered(input, support)
+        d_held = torch.empty_like(rows.held) if ctx.needs_input_grad[0] else None
+        loss: Tensor = rows.call("total", coefficient, scale, dtype, (d_held, None))
+        ctx.problem = support.problem
+        ctx.save_for_backward(input, support.ids, rows.held, d_held)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, d_held = ctx.saved_tensors
+        return _spread(ctx, saved, d_held * upstream.to(d_held.dtype), upstream), None, None, None, None
+
+
+class SparsePerRow(torch.autograd.Function):
+    """coefficient · loss of each row on a teacher's words."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, support: Support, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
+        rows = Rows.gathered(input, support)
+        losses, state = rows.call("accumulate", coefficient, dtype)
+        ctx.problem, ctx.small = support.problem, rows.problem
+        ctx.save_for_backward(input, support.ids, rows.held, rows.target, state, coefficient)
+        return losses.view(input.shape[:-1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        input, ids, held, target, state, coefficient = ctx.saved_tensors
+        cotangent = upstream.reshape(-1).to(torch.promote_types(upstream.dtype, torch.float32))
+        if coefficient is not None:
+            cotangent = weighted(cotangent, coefficient.reshape(-1))
+        d_held, known = torch.empty_like(held), state if state.numel() else None
+        backends.call("gradient", ctx.small, held, target, known, cotangent.contiguous(), (d_held, None))
+        return _spread(ctx, (input, ids, held), d_held, upstream), None, None, None
+
+
+class Rows(NamedTuple):
+    """Student and teacher at the teacher's words, [rows, k + 1]."""
+
+    held: Tensor
+    target: Tensor
+    problem: Problem
+
+    @classmethod
+    def gathered(cls, input: Tensor, support: Support) -> Rows:
+        problem = support.problem
+        ids, target = (t.reshape(-1, t.size(-1)) for t in (support.ids, support.target))
+        arguments = problem.valid(as_rows(input)), ids, True, target, support.negligible
+        held = backends.call("gather", problem, *arguments)
+        return cls(held, target, small(problem, problem.form))
+
+    def call(self, verb: str, coefficient: Tensor | None, *arguments: Any) -> Any:
+        weight = (
+            None
+            if coefficient is None
+            else coefficient.expand(self.held.size(0))
+            if coefficient.dim() == 0
+            else coefficient.reshape(-1)
+        )
+        return backends.call(verb, self.problem, self.held, self.target, weight, *arguments)
+
+
+def _spread(ctx: Any, saved: Sequence[Tensor], d_held: Tensor, upstream: Tensor) -> Tensor:
+    """The gradient in the input, from that in what was held of it."""
+    input, ids, held = saved
+    if torch.is_grad_enabled() or is_observed(upstream):
+        return Scatter.apply(input, ids, held, d_held, ctx.problem)  # type: ignore[no-any-return]
+    return _scatter(input, ids, held, d_held, ctx.problem.spelling, ctx.problem.numbers)
+
+
+def _is_plain(input: Tensor, support: Support) -> bool:
+    """Whether nothing looks at the call, and of the teacher no gradient is wanted."""
+    has_rest = support.target.size(-1) > support.ids.size(-1)
+    return has_rest and not is_observed(input, support.target) and not support.target.requires_grad
+
+
+def total(input: Tensor, support: Support, coefficient: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """scale · Σ coefficient · loss, 0-d."""
+    if _is_plain(input, support):
+        return SparseTotal.apply(input, support, coefficient, scale, dtype)  # type: ignore[no-any-return]
+    held, target, problem = on_support(input, support)
+    return ops.total(held, target, coefficient, scale, problem, dtype)
+
+
+def per_row(input: Tensor, support: Support, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """coefficient · loss of each row."""
+    if _is_plain(input, support):
+        return SparsePerRow.apply(input, support, coefficient, dtype)  # type: ignore[no-any-return]
+    held, target, problem = on_support(input, support)
+    return ops.per_row(held, target, coefficient, problem, dtype)

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <ucontext.h>
@@ -146,6 +147,7 @@ static inline bool __all_sync(unsigned, bool x)
         x = x & __shfl_xor_sync(0, x, step);
     return x;
 }
+static void __assertfail(const char *message, const char *, unsigned, const char *, size_t) { fputs(message, stderr); abort(); }
 using std::max;
 using std::min;
 

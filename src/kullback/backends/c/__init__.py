@@ -16,6 +16,7 @@ from kullback.backends.c.compile import HERE, function, library
 from kullback.backends.c.compile import compiler as compiler
 from kullback.backends.c.support import gather as gather
 from kullback.backends.c.support import scatter as scatter
+from kullback.backends.torch import entries as entries
 from kullback.printer import TYPES, print_functor, tame_ranges
 from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
 

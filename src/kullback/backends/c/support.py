@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kullback.backends.c.compile import HERE, function, library
+from kullback.backends.torch import drop_rounding_
 from kullback.printer import TYPES
 from kullback.rows import Problem, held_dtype
 
@@ -51,10 +53,17 @@ def _kernel(verb: str, x: torch.dtype, form: str, capped: bool) -> Callable[...,
     return lambda *arguments: run(ctypes.byref(Arguments(*arguments)))
 
 
-def gather(problem: Problem, x: Tensor, ids: Tensor, rest: bool) -> Tensor:
-    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count."""
+def gather(
+    problem: Problem, x: Tensor, ids: Tensor, rest: bool, target: Tensor | None = None, negligible: float = 0.0
+) -> Tensor:
+    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count.
+
+    A rest of the target that is no more than negligible is made none where x has none.
+    """
     held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
     _run("gather", problem, x, ids, held, None, None)
+    if target is not None:
+        drop_rounding_(target, held, negligible, 0.0 if problem.form == "probs" else -math.inf)
     return held
 
 

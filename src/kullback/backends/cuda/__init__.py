@@ -16,6 +16,7 @@ from kullback.backends.cuda.launch import Launcher as Launcher
 from kullback.backends.cuda.launch import compile_cubin as compile_cubin
 from kullback.backends.cuda.launch import text as text
 from kullback.backends.cuda.launch import workspace
+from kullback.backends.cuda.support import entries as entries
 from kullback.backends.cuda.support import gather as gather
 from kullback.backends.cuda.support import scatter as scatter
 from kullback.printer import TYPES, print_functor, tame_ranges

@@ -72,15 +72,6 @@ INLINE float rounded_once(float x)
     return x;
 }
 
-template <typename T> INLINE float at(const Packed<T> &values, int k) { return to_real(values.element[k]); }
-
-/* by words: half a word takes two instructions to come by */
-INLINE float at(const Packed<bfloat16> &values, int k)
-{
-    const unsigned word = ((const unsigned *)&values)[k / 2];
-    return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
-}
-
 struct Arguments {
     const X *x;
     const Y *y;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -11,9 +12,10 @@ from kullback.backends import torch as torch_path
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, text
 from kullback.printer import TYPES
-from kullback.rows import Problem, held_dtype
+from kullback.rows import Entries, Problem, held_dtype
 
 UNROLL = 4  # vectors in flight a thread
+ENTRY_THREADS = 128  # of a row's entries
 MOST_WORDS = 3 << 18  # a bit of shared memory each: 96 KiB, which every architecture has
 
 
@@ -47,12 +49,18 @@ def _launcher(verb: str, x: torch.dtype, form: str, capped: bool, index: int, sh
     return Launcher(source(x, form, capped), f"kullback_{verb}", index, shared=shared)
 
 
-def gather(problem: Problem, x: Tensor, ids: Tensor, rest: bool) -> Tensor:
-    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count."""
-    if x.size(1) > MOST_WORDS:
-        return torch_path.gather(problem, x, ids, rest)
-    held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
-    _run("gather", problem, x, ids, (held,), ())
+def gather(
+    problem: Problem, x: Tensor, ids: Tensor, rest: bool, target: Tensor | None = None, negligible: float = 0.0
+) -> Tensor:
+    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count.
+
+    A rest of the target that is no more than negligible is made none where x has none.
+    """
+    dtype = held_dtype(x.dtype)
+    if x.size(1) > MOST_WORDS or (target is not None and target.dtype != dtype):
+        return torch_path.gather(problem, x, ids, rest, target, negligible)
+    held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=dtype)
+    _run("gather", problem, x, ids, (held, target), (), (negligible,))
     return held
 
 
@@ -60,31 +68,101 @@ def scatter(problem: Problem, x: Tensor, ids: Tensor, held: Tensor, d_held: Tens
     """Write the gradient in x of what has gradient d_held in `held`, which `gather` found; zeros where that is 0."""
     if x.size(1) > MOST_WORDS:
         return torch_path.scatter(problem, x, ids, held, d_held, out)
-    return _run("scatter", problem, x, ids, (held, d_held, out), (out.stride(0),))
+    return _run("scatter", problem, x, ids, (held, d_held, out), (out.stride(0),), ())
 
 
 def _run(
-    verb: str, problem: Problem, x: Tensor, ids: Tensor, tensors: tuple[Tensor, ...], strides: tuple[int, ...]
+    verb: str,
+    problem: Problem,
+    x: Tensor,
+    ids: Tensor,
+    tensors: tuple[Tensor | None, ...],
+    strides: tuple[int, ...],
+    numbers: tuple[float, ...],
 ) -> None:
     rows, vocab = x.shape
     if not rows:
         return
     ids = ids.contiguous()
     capped = problem.form == "logits" and problem.capped[0]
-    # A bit for each element and a word more, which a vector's bits may be taken from.
-    shared = (vocab + 31) // 32 * 4 + 4
-    launcher = _launcher(verb, x.dtype, problem.form, capped, x.device.index, shared)
+    held = tensors[0]
+    assert held is not None
+    launcher = _launcher(verb, x.dtype, problem.form, capped, x.device.index, _marks(vocab))
     launcher(
         rows,
         x.data_ptr(),
         ids.data_ptr(),
-        *(tensor.data_ptr() for tensor in tensors),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         rows,
         vocab,
         ids.size(1),
-        tensors[0].size(1),
+        held.size(1),
         x.stride(0),
         *strides,
         1 / problem.temperatures[0],
         problem.caps[0],
+        *numbers,
     )
+
+
+def _marks(words: int) -> int:
+    """Bytes of a bit for each word; and of a few more, by which a vector's bits may be shifted."""
+    return (words + 31) // 32 * 4 + 4
+
+
+def entries_source(values: torch.dtype, form: str) -> str:
+    """The whole CUDA file of `entries`."""
+    return "\n".join(
+        [
+            f"#define REAL_IS_DOUBLE {int(values == torch.float64)}",
+            f"#define X {TYPES[values]}",
+            f"#define FROM_LOGITS {int(form == 'logits')}",
+            f"#define FROM_PROBS {int(form == 'probs')}",
+            f"#define THREADS {ENTRY_THREADS}",
+            "#define WIDTH 1",
+            text("math.cuh"),
+            text("vector.cuh"),
+            text("entries.cuh"),
+        ]
+    )
+
+
+@functools.cache
+def _entries_launcher(values: torch.dtype, form: str, index: int, shared: int) -> Launcher:
+    return Launcher(entries_source(values, form), "kullback_entries", index, ENTRY_THREADS, shared=shared)
+
+
+def entries(
+    problem: Problem, values: Tensor, indices: Tensor, skipped: Tensor | None, of: Entries
+) -> tuple[Tensor, Tensor]:
+    """As the torch path's, by which what is not contracted here is said."""
+    if of.words > MOST_WORDS:
+        return torch_path.entries(problem, values, indices, skipped, of)
+    *shape, k = indices.shape
+    rows = math.prod(shape)
+    dtype = held_dtype(values.dtype)
+    has_rest = of.tail != "renormalize"
+    target = values.new_empty(*shape, k + has_rest, dtype=dtype)
+    values, indices = values.contiguous(), indices.long().contiguous()
+    skipped = None if skipped is None else skipped.contiguous()
+    ids = torch.empty_like(indices)
+    if rows:
+        temperature = problem.temperatures[1]
+        launcher = _entries_launcher(values.dtype, of.form, values.device.index, _marks(of.words))
+        launcher(
+            rows,
+            values.data_ptr(),
+            indices.data_ptr(),
+            0 if skipped is None else skipped.data_ptr(),
+            ids.data_ptr(),
+            target.data_ptr(),
+            rows,
+            of.words,
+            k,
+            target.size(-1),
+            temperature,
+            int(of.tail == "bucket"),
+            int(of.normalises(temperature)),
+            torch.finfo(dtype).eps / 2,
+        )
+    return ids, target

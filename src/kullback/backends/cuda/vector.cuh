@@ -31,6 +31,15 @@ template <typename T> struct alignas(16) Packed {
     T element[WIDTH];
 };
 
+template <typename T> INLINE real at(const Packed<T> &values, int k) { return to_real(values.element[k]); }
+
+/* by words: half a word takes two instructions to come by */
+INLINE real at(const Packed<bfloat16> &values, int k)
+{
+    const unsigned word = ((const unsigned *)&values)[k / 2];
+    return (real)__uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+}
+
 enum { VECTOR_BYTES = 16 };
 
 template <typename T> INLINE Packed<T> load(const T *p)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kullback.backends.torch.entries import entries as entries
 from kullback.forms import FORMS
 from kullback.formula import TENSOR, Value
 from kullback.rows import (
@@ -105,8 +106,13 @@ def gradient(
         chunk.write(gradients, rows, chunk.weighted(slope, cotangent, rows))
 
 
-def gather(problem: Problem, x: Tensor, ids: Tensor, rest: bool) -> Tensor:
-    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count."""
+def gather(
+    problem: Problem, x: Tensor, ids: Tensor, rest: bool, target: Tensor | None = None, negligible: float = 0.0
+) -> Tensor:
+    """x at the ids, none where one is -1, and with `rest` all other elements in one; as they count.
+
+    A rest of the target that is no more than negligible is made none where x has none.
+    """
     nothing = 0.0 if problem.form == "probs" else -math.inf
     held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
     for rows in _chunks(x):
@@ -115,7 +121,15 @@ def gather(problem: Problem, x: Tensor, ids: Tensor, rest: bool) -> Tensor:
         if rest:
             others = values.masked_fill(_marked(columns, x.size(1)), nothing)
             held[rows, -1] = others.sum(1) if problem.form == "probs" else others.logsumexp(1)
+    if target is not None:
+        drop_rounding_(target, held, negligible, nothing)
     return held
+
+
+def drop_rounding_(target: Tensor, held: Tensor, negligible: float, nothing: float) -> None:
+    """What rounding may have left of 1 - 1 would be p > 0 where q = 0."""
+    rest = target[:, -1]
+    rest.masked_fill_((held[:, -1] == nothing) & (rest <= negligible), -math.inf)
 
 
 def scatter(problem: Problem, x: Tensor, ids: Tensor, held: Tensor, d_held: Tensor, out: Tensor) -> None:

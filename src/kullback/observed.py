@@ -1,0 +1,27 @@
+"""Who else looks at a call: what traces, transforms or overrides it wants operators that it can follow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Private, and so by name; where one is missing every call counts as observed: slower, never wrong.
+_functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_is_traced = getattr(torch._C, "_is_tracing", lambda: True)
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_observed(*tensors: Tensor) -> bool:
+    """Whether something traces, transforms or overrides the call: it wants pure operators and all of autograd."""
+    if torch.compiler.is_compiling() or _is_traced() or _functorch_is_active() or _dispatch_modes():
+        return True
+    # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        return True
+    return any(type(tensor) not in PLAIN for tensor in tensors)
+
+
+def hides_gradients() -> bool:
+    """Whether a functorch transform is active: then `requires_grad` says nothing of an outer level's."""
+    return bool(_functorch_is_active())
