@@ -100,7 +100,7 @@ def test_a_graph_replays_with_new_data():
 
     def step():
         loss = kullback.linear_divergence(h, w, t, v) + kullback.topk_divergence(x, values, ids)
-        return loss, *torch.autograd.grad(loss, (h, w, x))
+        return loss.detach(), *torch.autograd.grad(loss, (h, w, x))  # no graph outlives the stream it was made on
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

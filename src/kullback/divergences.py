@@ -25,6 +25,7 @@ from kullback.formula import (
     log,
     log1p,
     log_blend,
+    log_part,
     log_quotient,
     mass_times,
     near,
@@ -64,6 +65,9 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
+    # d_log_q / q below its largest value, where that is no quotient of masses: kernels may keep it in 16 bits
+    slope: Value | None = None
+    largest: Value = 0.0
 
 
 class Moments(NamedTuple):
@@ -104,14 +108,15 @@ def jeffreys(x: Pair) -> Element:
 def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     """w Σ p log(p/m) + (1-w) Σ q log(q/m), m = w·p + (1-w)·q"""
     other = 1.0 - weight
-    mixture = weight * x.p + other * x.q
+    p_part, q_part = weight * x.p, other * x.q
+    mixture = p_part + q_part
     relative = part_of(-x.excess, mixture)  # (p - q) / m
     # One logarithm for both shares: of the larger, whose part of the mixture is never small.
     if x.centred:
         is_less = x.ratio < 0.0
         larger = -log_blend(x.ratio, weight, other)
-        p_share = larger + where(is_less, x.ratio, 0.0)
-        q_share = larger - where(is_less, 0.0, x.ratio)
+        p_share = log_part(x.p, mixture, larger + where(is_less, x.ratio, 0.0))
+        q_share = log_part(x.q, mixture, larger - where(is_less, 0.0, x.ratio))
         p_term = divergence_from(mixture, x.p, p_share, other * relative)
         q_term = divergence_from(mixture, x.q, q_share, -(weight * relative))
         term = weight * p_term + other * q_term
@@ -123,7 +128,8 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
-    return Element(term, weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share))
+    slope, largest = other * q_share, -(other * log(other))
+    return Element(term, mass_times(p_part, p_share), mass_times(q_part, q_share), identity, slope - largest, largest)
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
@@ -148,7 +154,7 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
 def total_variation(x: Pair) -> Element:
     """½ Σ |p - q|; the gradient at ties is 0"""
     half = half_sign(x.excess)
-    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q)
+    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q, identity, half)
 
 
 def hellinger(x: Pair) -> Element:

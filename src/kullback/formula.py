@@ -191,6 +191,13 @@ def log_blend(ratio: Value, a: Value, b: Value) -> Value:
     return _apply("log_blend", ratio, a, b)
 
 
+def log_part(mass: Value, mixture: Value, share: Value) -> Value:
+    """log(mass / mixture), which is `share`; of a row that is apart a kernel may take the mass's exponent instead."""
+    if isinstance(mass, Symbol) and mass.op == "logit_mass":
+        return _apply("logit_log_part", *mass.args, mixture, share)
+    return share
+
+
 def bregman(z: Value) -> Value:
     """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
     return _apply("bregman", z)
@@ -339,6 +346,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "logit_mass": _logit_mass,
     "logit_root": _logit_root,
     "logit_overlap": _logit_overlap,
+    "logit_log_part": lambda x, top, scale, inverse_total, mixture, share: share,
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "part_of": _part_of,

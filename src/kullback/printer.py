@@ -16,7 +16,7 @@ TYPES = {  # of elements, as kernels call them
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess")
+ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess", "slope", "largest")
 
 
 def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
@@ -39,6 +39,7 @@ def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
 #define NEEDS_NORMS {int(problem.needs_norms)}
 #define FINISH_IS_LINEAR {int(formula.finish_is_linear)}
 #define FINISH_IS_IDENTITY {int(formula.finish_is_identity)}
+#define HAS_SLOPE {int(formula.element["slope"] != 0.0)}
 typedef struct {{ real {", ".join(ROW_VARIABLES)}; }} Row;
 typedef struct {{ real {", ".join(parameters) or "none"}; }} Parameters;
 typedef struct {{ real {", ".join(ELEMENT)}; }} Element;
@@ -87,7 +88,7 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
 
     moments = Moments(variable("cross_p"), variable("cross_q"), overlap)
     parameters = {name: variable(name) for name in divergence.parameters}
-    term, d_log_p, d_log_q, _ = divergence.of_moments(moments, **parameters)
+    term, d_log_p, d_log_q, *_ = divergence.of_moments(moments, **parameters)
     sums = Program({"term": term, "d_log_p": d_log_p, "d_log_q": d_log_q})
     body, results = print_steps(sums, "real", names, "apart_")
     wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
@@ -100,7 +101,7 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
 }}
 INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters parameters)
 {{
-{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]}, 0, 0, 0 }};
+{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]} }};
     return result;
 }}
 """

@@ -146,6 +146,8 @@ INLINE real k_bregman(real z)
     return bregman_of(z, z + 1 == 0 ? (real)0 : k_log(z + 1));
 }
 
+#define k_logit_log_part(x, top, scale, inverse_total, mixture, share) (share)
+
 /* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
    infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
    tame_log of a normal positive number, tame_log1p, tame_log_quotient, tame_ratio_or_zero. Kernels try this first and look at the range of

@@ -21,6 +21,13 @@ INLINE real power_of_2(real x)
     return result;
 }
 
+INLINE real log2_of(real x)
+{
+    real result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 /* Not to be contracted with a sum: its rounding is counted on */
 INLINE real product(real x, real y) { return __fmul_rn(x, y); }
 
@@ -70,6 +77,16 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
 
+/* log(mass / mixture): of two exponents, that of no mass one that 16 bits can hold. The logarithm's mean error is taken
+   off where the difference is small. */
+INLINE real apart_logit_log_part(real x, real top, real scale, real inverse_total, real mixture, real)
+{
+    const real less = IS_NARROW ? top : product(top, binary(scale)) - log2f(inverse_total);
+    const real exponent = fmaxf(fmaf(x, binary(scale), -less), -1e3f);
+    const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
+    return fmaf(power, LG2_MEAN_SLOPE, exponent - power) * LN2;
+}
+
 INLINE real apart_near(real, real, real, real apart) { return apart; }
 INLINE real apart_exp(real x) { return power_of_2(x * 1.44269504f); }
 INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
@@ -107,6 +124,7 @@ INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse
 }
 
 #define close_abs k_abs
+#define close_logit_log_part k_logit_log_part
 #define close_half_sign k_half_sign
 #define close_near k_near
 #define close_log1p tame_log1p

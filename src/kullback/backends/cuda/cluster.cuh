@@ -68,6 +68,16 @@ INLINE void await_cluster(unsigned long long *barrier, unsigned parity)
                  "\t@!done bra again;\n\t}" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
+/* To be loaded again by `fetched` */
+INLINE void put(void *p, uint4 value)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(shared_address(p)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+
+/* What this thread wrote to shared memory, before copies that are told of it by a barrier */
+INLINE void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 /* bytes: a multiple of 16; both addresses too */
 INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
 {

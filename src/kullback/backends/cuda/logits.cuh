@@ -30,11 +30,14 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_OVERLAP 0
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
+/* Whether the sweep that sums a row leaves slopes (divergences.py) in the place of its target: then no other has to find
+   the target's masses again. */
+#define KEEPS_SLOPES (HAS_APART && HAS_SLOPE && !IS_SURVEYED && RESIDENT && IS_NARROW && WANT_INPUT && !WANT_TARGET)
 
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
-#define LEAST_APART (HAS_OVERLAP ? 0.05f : 0.02f)
+#define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
@@ -356,6 +359,8 @@ template <typename F> INLINE void each_piece(const Share &share, Ring ring, F f)
 
 INLINE void release(const Ring &ring, const Team &team)
 {
+    if (KEEPS_SLOPES) /* what we wrote there comes before what the next copy writes */
+        order_before_copies();
     __syncwarp();
     if (team.lane % 32 == 0)
         arrive(ring.empty());
@@ -370,8 +375,8 @@ INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
 #endif
 }
 
-/* Calls f(x vector, y vector, its index in the row) for this thread's vectors. FIRST: they may still be on their way;
-   LAST: the row is not read again. */
+/* Calls f(x vector, y vector, its index in the row, where y is on chip) for this thread's vectors. FIRST: they may still
+   be on their way; LAST: the row is not read again. */
 template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share &share, const Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
@@ -386,7 +391,7 @@ template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share
         const Y *y = slot.y();
 #pragma unroll 1
         for (int v = team.lane; v < count; v += LANES)
-            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v);
+            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, (void *)(y + v * WIDTH));
         if (LAST)
             release(slot, team);
     });
@@ -395,7 +400,7 @@ template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share
     const Y *y = share.y() + share.head;
 #pragma unroll 1
     for (int v = team.lane; v < share.vectors; v += LANES)
-        f(load(x + v * WIDTH), load(y + v * WIDTH), v);
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v, (void *)0);
 #endif
 }
 
@@ -439,7 +444,7 @@ INLINE bool is_usual(float total) { return total > 0 && total < 1e30f; }
 INLINE bool normalize(const Arguments &a, const Share &share, const Ring &ring, Team &team, Survey &survey)
 {
     survey = {};
-    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
+    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, void *) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
     each_end(share, team, [&](int i) {
@@ -565,12 +570,18 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
         sums.d_log_q += e.d_log_q;
         if (VOCABULARY == CLOSE)
             sums.excess += e.excess;
+        return e.slope;
     };
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
     } else {
-        each_vector<false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int) {
-            each_of<VOCABULARY>([&](int k) { add(at(x, k), at(y, k)); }, x, y);
+        each_vector<false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, void *place) {
+            Packed<float16> slopes;
+            each_of<VOCABULARY>([&](int k) { slopes.element[k] = rounded<float16>(add(at(x, k), at(y, k))); }, x, y);
+#if RESIDENT
+            if (KEEPS_SLOPES && VOCABULARY == APART)
+                put(place, *(const uint4 *)&slopes);
+#endif
         });
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
@@ -613,10 +624,21 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         each_element<true>(share, ring, team, one);
         return;
     }
-    each_vector<false, true>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v) {
+    each_vector<false, true>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, void *) {
         Packed<X> input;
         Packed<Y> target;
-        each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
+        if (KEEPS_SLOPES && VOCABULARY == APART) {
+            const Packed<float16> &slopes = (const Packed<float16> &)y;
+            const float mean = row.input_sum_gradient - apart_element(0, 0, row, parameters).largest;
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                const float q = input_of(a, at(x, k)), upstream = INPUT_IS_CAPPED ? input_upstream * cap_slope(q, a.input_cap) : input_upstream;
+                const float mass = apart_logit_mass(q, row.input_top, row.input_scale, row.input_inverse_total);
+                input.element[k] = rounded<X>(mass * upstream * (to_real(slopes.element[k]) - mean));
+            }
+        } else {
+            each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
+        }
         const int i = share.head + v * WIDTH;
         if (WANT_INPUT)
             store(share.input_gradient() + i, input);
@@ -624,6 +646,21 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
             store(share.target_gradient() + i, target);
     });
     each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i); });
+}
+
+/* The target's row again, where slopes have taken its place */
+INLINE void restore(const Share &share, const Ring &ring, const Team &team)
+{
+#if RESIDENT
+    if (!KEEPS_SLOPES)
+        return;
+    const Y *y = share.y() + share.head + share.first * WIDTH;
+    each_piece(share, ring, [&](const Ring &slot, int start, int count) {
+        for (int v = team.lane; v < count; v += LANES)
+            put((void *)(slot.y() + v * WIDTH), __ldg((const uint4 *)(y + (start + v) * WIDTH)));
+    });
+    asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
+#endif
 }
 
 INLINE bool is_number(const Sums &sums)
@@ -702,9 +739,11 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
 #if IS_SURVEYED
         const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
         const float shift = log2f(survey.x_total * y_inverse);
+        /* 1 - overlap is to keep its digits */
+        const float overlap_norm = a.exponent == 0.5f ? sqrtf(survey.x_total / survey.y_total) : power_of_2(a.exponent * shift);
         const Element whole = of_moments(y_inverse * (survey.cross_p + survey.y_total * shift) * LN2,
                                          x_inverse * (survey.cross_q + survey.x_total * shift) * LN2,
-                                         survey.overlap * x_inverse * power_of_2(a.exponent * shift), parameters);
+                                         survey.overlap / survey.x_total * overlap_norm, parameters);
         sums = { whole.term, whole.d_log_p, whole.d_log_q };
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
@@ -713,6 +752,8 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
             sums = summed<APART>(a, share, ring, team, survey, usual, correction, parameters);
             if (is_apart())
                 vocabulary = APART;
+            else
+                restore(share, ring, team);
         }
 #endif
         if (vocabulary == GUARDED && is_number(sums)) {
