@@ -65,9 +65,7 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
-    # d_log_q / q below its largest value, where that is no quotient of masses: kernels may keep it in 16 bits
-    slope: Value | None = None
-    largest: Value = 0.0
+    slope: Value | None = None  # d_log_q / q, where 16 bits hold it as it is: kernels may keep it
 
 
 class Moments(NamedTuple):
@@ -128,8 +126,7 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
-    slope, largest = other * q_share, -(other * log(other))
-    return Element(term, mass_times(p_part, p_share), mass_times(q_part, q_share), identity, slope - largest, largest)
+    return Element(term, mass_times(p_part, p_share), mass_times(q_part, q_share))
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:

@@ -120,7 +120,9 @@ class Side:
         if weight is None:
             return
         width = math.ceil(weight.size(0) / ALIGNED) * ALIGNED
-        self.logits = hidden.new_empty(min(held, hidden.size(0)), width)[:, : weight.size(0)]
+        buffer = hidden.new_empty(min(held, hidden.size(0)), width)
+        buffer[:, weight.size(0) :] = 0  # products may read what they do not use
+        self.logits = buffer[:, : weight.size(0)]
         if want[1]:
             new = torch.empty_like if hidden.size(0) else torch.zeros_like
             self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)

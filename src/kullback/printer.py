@@ -16,7 +16,7 @@ TYPES = {  # of elements, as kernels call them
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess", "slope", "largest")
+ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess", "slope")
 
 
 def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:

@@ -94,9 +94,7 @@ class Problem:
 class Formula(NamedTuple):
     """What a row element and a row sum become, over named variables."""
 
-    element: dict[
-        str, Value
-    ]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; also excess, slope, largest
+    element: dict[str, Value]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; also excess, slope
     finish: Program  # of total: loss, slope
     finish_is_linear: bool  # slope 1: a gradient can be written before the row's sum is known
     finish_is_identity: bool
@@ -127,7 +125,6 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
             "excess": masses.excess,
             "slope": 0.0 if element.slope is None else element.slope,
-            "largest": element.largest,
         },
         Program(finish._asdict()),
         finish.slope == 1.0,

@@ -1,10 +1,10 @@
 #define NEEDS_NORMS 0
 #define FINISH_IS_LINEAR 1
 #define FINISH_IS_IDENTITY 1
-#define HAS_SLOPE 1
+#define HAS_SLOPE 0
 typedef struct { real input_scale, input_top, input_inverse_total, input_log_total, input_sum_gradient, target_scale, target_top, target_inverse_total, target_log_total, target_sum_gradient, shift_high, shift_low; } Row;
 typedef struct { real weight; } Parameters;
-typedef struct { real term, d_log_p, d_log_q, input, target, excess, slope, largest; } Element;
+typedef struct { real term, d_log_p, d_log_q, input, target, excess, slope; } Element;
 typedef struct { double loss, slope; } Finish;
 
 INLINE Element k_element(real x, real y, Row row, Parameters parameters)
@@ -50,12 +50,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v42 = ((real)0.0 < v16) ? v35 : v41;
     const real v43 = k_near(v27, (real)0.25, v40, v42);
     const real v44 = k_mass_times(v4, v43);
-    const real v45 = v2 * v43;
-    const real v46 = k_log(v2);
-    const real v47 = v2 * v46;
-    const real v48 = -v47;
-    const real v49 = v45 - v48;
-    Element result = { v31, v39, v44, v44, v39, v16, v49, v48 };
+    Element result = { v31, v39, v44, v44, v39, v16, (real)0.0 };
     return result;
 }
 

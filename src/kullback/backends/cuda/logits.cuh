@@ -629,12 +629,13 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         Packed<Y> target;
         if (KEEPS_SLOPES && VOCABULARY == APART) {
             const Packed<float16> &slopes = (const Packed<float16> &)y;
-            const float mean = row.input_sum_gradient - apart_element(0, 0, row, parameters).largest;
+            const float less = -input_upstream * row.input_sum_gradient;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
-                const float q = input_of(a, at(x, k)), upstream = INPUT_IS_CAPPED ? input_upstream * cap_slope(q, a.input_cap) : input_upstream;
+                const float q = input_of(a, at(x, k));
                 const float mass = apart_logit_mass(q, row.input_top, row.input_scale, row.input_inverse_total);
-                input.element[k] = rounded<X>(mass * upstream * (to_real(slopes.element[k]) - mean));
+                const float d_input = mass * fmaf(to_real(slopes.element[k]), input_upstream, less);
+                input.element[k] = rounded<X>(INPUT_IS_CAPPED ? d_input * cap_slope(q, a.input_cap) : d_input);
             }
         } else {
             each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
