@@ -7,7 +7,7 @@ import torch
 
 import kullback
 from kullback.backends import cuda
-from kullback.rows import Problem
+from kullback.rows import Entries, Problem
 from tests import emulation, oracle
 from tests.conftest import relative_error, sample
 
@@ -102,3 +102,52 @@ def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dty
     torch.testing.assert_close(x, gradient, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-7)
     around[1:8, 5:262] = math.nan
     assert around.isnan().all()
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero"])
+@pytest.mark.parametrize("form", ["log_probs", "probs", "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_entries(monkeypatch, generator, form, tail, dtype):
+    """Repeated and absent ids, rows that do not count, rows of none, all words, entries of no mass; a temperature."""
+    if form == "logits" and tail == "bucket":
+        return  # refused by the checks
+    words, rows, k = 140, 9, 137  # more entries than threads, more rows than blocks
+    x = sample("logits", (rows, words), generator, torch.float32)
+    values = x.log_softmax(-1)[:, :k] if form != "logits" else x[:, :k]
+    values = (values.exp() if form == "probs" else values).to(dtype)
+    ids = torch.stack([torch.randperm(words, generator=generator)[:k] for _ in range(rows)])
+    ids[0, 5:9], ids[1, ::3], ids[2] = ids[0, 2], -1, -1
+    ids[3, 100:] = ids[3, 20]
+    values[4, 7] = 0 if form == "probs" else -inf
+    values[5, :] = math.nan
+    skipped = torch.zeros(rows, dtype=torch.bool)
+    skipped[5], ids[5, 3] = True, words + 7
+    for temperature, as_logits in ((1.0, False), (2.5, False), (0.7, tail != "zero")):
+        of = Entries(form, tail, tail == "renormalize" or as_logits, words)
+        problem = Problem("kl", "log_probs", "log_probs", (1.0, temperature, 0.0, 0.0, 0.0))
+        with kullback.backend("torch"):
+            expected = kullback.backends.call("entries", problem, values, ids, skipped, of)
+        with emulation.emulated(monkeypatch):
+            ours = cuda.entries(problem, values, ids, skipped, of)
+        assert torch.equal(ours[0], expected[0])
+        close = 1e-12 if dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(ours[1], expected[1], rtol=close, atol=close, equal_nan=True)
+
+
+@emulated
+def test_sparse_teachers(path, generator):
+    """Both reductions, with a rest that the student has not."""
+    x = sample("logits", (5, 257), generator, torch.float32).requires_grad_()
+    with torch.no_grad():
+        x[1, 9:] = -inf
+    values, ids = (x.detach() + torch.randn(x.shape, generator=generator)).log_softmax(-1).topk(9)
+    assert math.isfinite(values[1].exp().sum())
+    weight = torch.tensor([1.0, 2.0, 0.0, 1.0, 3.0])
+    for reduction, kind in (("sum", "jensen_shannon"), ("none", "reverse_kl")):
+        found = []
+        for backend in ("cuda", "torch"):
+            with kullback.backend(backend):
+                loss = kullback.topk_divergence(x, values, ids, kind, row_weight=weight, reduction=reduction)
+                found.append((loss, *torch.autograd.grad(loss.sum(), x)))
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7, equal_nan=True)

@@ -451,3 +451,18 @@ def test_more_threads_change_nothing(generator):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in itertools.starmap(lambda a, b: (a, b), zip(*results, strict=True)))
+
+
+def test_backward_again_and_of_changed_logits(generator):
+    x = sample("logits", (4, 50), generator, torch.float32).requires_grad_()
+    values, ids = x.detach().flip(0).log_softmax(-1).topk(5)
+    for reduction in ("mean", "none"):
+        loss = kullback.topk_divergence(x, values, ids, reduction=reduction).sum()
+        first = torch.autograd.grad(3 * loss, x, retain_graph=True)
+        assert torch.equal(*first, *torch.autograd.grad(3 * loss, x, retain_graph=True))
+        batch = torch.autograd.grad(loss, x, torch.tensor([3.0, 0.0]), is_grads_batched=True, retain_graph=True)[0]
+        torch.testing.assert_close(batch, torch.stack([first[0], torch.zeros_like(x)]))
+        with torch.no_grad():
+            x += 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

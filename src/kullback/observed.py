@@ -9,6 +9,7 @@ from torch import Tensor
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _is_traced = getattr(torch._C, "_is_tracing", lambda: True)
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -19,7 +20,7 @@ def is_observed(*tensors: Tensor) -> bool:
     # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return True
-    return any(type(tensor) not in PLAIN for tensor in tensors)
+    return any(type(tensor) not in PLAIN or _is_batched(tensor) for tensor in tensors)
 
 
 def hides_gradients() -> bool:

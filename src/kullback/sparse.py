@@ -192,6 +192,27 @@ def on_support(input: Tensor, support: Support) -> tuple[Tensor, Tensor, Problem
     return held, target, small(support.problem, form)
 
 
+class Rows(NamedTuple):
+    """Student and teacher at the teacher's words, [rows, k + 1]."""
+
+    held: Tensor
+    target: Tensor
+    problem: Problem
+
+    @classmethod
+    def gathered(cls, input: Tensor, support: Support) -> Rows:
+        problem = support.problem
+        ids, target = (t.reshape(-1, t.size(-1)) for t in (support.ids, support.target))
+        arguments = problem.valid(as_rows(input)), ids, True, target, support.negligible
+        held = backends.call("gather", problem, *arguments)
+        return cls(held, target, small(problem, problem.form))
+
+    def call(self, verb: str, coefficient: Tensor | None, *arguments: Any) -> Any:
+        if coefficient is not None:
+            coefficient = coefficient.expand(self.held.size(0)) if coefficient.dim() == 0 else coefficient.reshape(-1)
+        return backends.call(verb, self.problem, self.held, self.target, coefficient, *arguments)
+
+
 class SparseTotal(torch.autograd.Function):
     """scale · Σ coefficient · loss on a teacher's words; of the gradient the few numbers that it follows from."""
 
@@ -229,35 +250,14 @@ class SparsePerRow(torch.autograd.Function):
         cotangent = upstream.reshape(-1).to(torch.promote_types(upstream.dtype, torch.float32))
         if coefficient is not None:
             cotangent = weighted(cotangent, coefficient.reshape(-1))
-        d_held, known = torch.empty_like(held), state if state.numel() else None
-        backends.call("gradient", ctx.small, held, target, known, cotangent.contiguous(), (d_held, None))
+        small: Problem = ctx.small
+        if is_observed(upstream):
+            arguments = held, target, state, cotangent, small.spelling, small.numbers, True, False
+            d_held = ops.gradients_of(*arguments)[0]
+        else:
+            d_held, known = torch.empty_like(held), state if state.numel() else None
+            backends.call("gradient", small, held, target, known, cotangent.contiguous(), (d_held, None))
         return _spread(ctx, (input, ids, held), d_held, upstream), None, None, None
-
-
-class Rows(NamedTuple):
-    """Student and teacher at the teacher's words, [rows, k + 1]."""
-
-    held: Tensor
-    target: Tensor
-    problem: Problem
-
-    @classmethod
-    def gathered(cls, input: Tensor, support: Support) -> Rows:
-        problem = support.problem
-        ids, target = (t.reshape(-1, t.size(-1)) for t in (support.ids, support.target))
-        arguments = problem.valid(as_rows(input)), ids, True, target, support.negligible
-        held = backends.call("gather", problem, *arguments)
-        return cls(held, target, small(problem, problem.form))
-
-    def call(self, verb: str, coefficient: Tensor | None, *arguments: Any) -> Any:
-        weight = (
-            None
-            if coefficient is None
-            else coefficient.expand(self.held.size(0))
-            if coefficient.dim() == 0
-            else coefficient.reshape(-1)
-        )
-        return backends.call(verb, self.problem, self.held, self.target, weight, *arguments)
 
 
 def _spread(ctx: Any, saved: Sequence[Tensor], d_held: Tensor, upstream: Tensor) -> Tensor:
