@@ -338,7 +338,7 @@ def linear_divergence(
             reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
             The weight of jensen_shannon is `weight_` here, since `weight` is the head.
         valid_vocab: how many words count, where a head is padded or one is longer.
-        chunk_rows: rows of a chunk; by default as many as 1.5 GB of both models' logits allow.
+        chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states
