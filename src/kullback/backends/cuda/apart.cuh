@@ -77,12 +77,13 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
 
-/* log(mass / mixture): of two exponents, that of no mass one that 16 bits can hold. The logarithm's mean error is taken
-   off where the difference is small. */
-INLINE real apart_logit_log_part(real x, real top, real scale, real inverse_total, real mixture, real)
+/* log(mass / mixture): of 16-bit rows from two exponents, whose roundings their gradients do not show. The logarithm's mean
+   error is taken off where the difference is small. */
+INLINE real apart_logit_log_part(real x, real top, real scale, real, real mixture, real share)
 {
-    const real less = IS_NARROW ? top : product(top, binary(scale)) - log2f(inverse_total);
-    const real exponent = fmaxf(fmaf(x, binary(scale), -less), -1e3f);
+    if (!IS_NARROW)
+        return share;
+    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e3f);
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
     return fmaf(power, LG2_MEAN_SLOPE, exponent - power) * LN2;
 }
