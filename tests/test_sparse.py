@@ -453,6 +453,43 @@ def test_more_threads_change_nothing(generator):
     assert all(torch.equal(a, b) for a, b in itertools.starmap(lambda a, b: (a, b), zip(*results, strict=True)))
 
 
+def test_gradients_of_gradients_raise_whatever_they_are_of(path, device, generator):
+    x = sample("logits", (4, 50), generator, torch.float32).to(device).requires_grad_()
+    values, ids = x.detach().flip(0).log_softmax(-1).topk(5)
+    for reduction in ("mean", "sum", "none"):
+        weight = torch.rand(4, generator=generator).to(device).requires_grad_()
+        factor = torch.tensor(2.0, device=device, requires_grad=True)
+        loss = kullback.topk_divergence(x, values, ids, row_weight=weight, reduction=reduction).sum() * factor
+        plain = torch.autograd.grad(loss, x, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(gradient, *plain)
+        for leaf in (weight, factor):
+            with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+                torch.autograd.grad(gradient.square().sum() + leaf.sum(), leaf, retain_graph=True)
+
+
+def test_without_gradients_none_is_found(generator, monkeypatch):
+    x = sample("logits", (4, 50), generator, torch.float32).requires_grad_()
+    values, ids = x.detach().flip(0).log_softmax(-1).topk(5)
+    called = []
+    call = kullback.backends.call
+    monkeypatch.setattr(kullback.backends, "call", lambda verb, *a: called.append((verb, a)) or call(verb, *a))
+    with torch.no_grad():
+        kullback.topk_divergence(x, values, ids)
+    assert [verb for verb, _ in called] == ["entries", "gather", "total"]
+    assert called[-1][1][-1] == (None, None)
+
+
+def test_a_row_that_does_not_count_under_an_infinite_gradient(path, device, generator):
+    x = sample("logits", (3, 50), generator, torch.float32).to(device).requires_grad_()
+    values, ids = x.detach().flip(0).log_softmax(-1).topk(5)
+    weight = torch.tensor([1.0, 0.0, 1.0], device=device)
+    for reduction in ("sum", "none"):
+        loss = kullback.topk_divergence(x, values, ids, row_weight=weight, reduction=reduction)
+        (gradient,) = torch.autograd.grad(loss.sum(), x, torch.tensor(math.inf, device=device))
+        assert gradient[1].abs().sum() == 0
+
+
 def test_backward_again_and_of_changed_logits(generator):
     x = sample("logits", (4, 50), generator, torch.float32).requires_grad_()
     values, ids = x.detach().flip(0).log_softmax(-1).topk(5)

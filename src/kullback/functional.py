@@ -250,7 +250,7 @@ def topk_divergence(
     The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are words outside
     the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
     of four roundings of the stored entries' dtype or less counts as none. With "bucket" and "renormalize" a row without
-    ids has a divergence of 0.
+    ids has a divergence of 0, if its probabilities sum to 1.
 
     Source: docs/mathematics.md.
 

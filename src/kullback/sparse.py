@@ -221,7 +221,7 @@ class SparseTotal(torch.autograd.Function):
         ctx: Any, input: Tensor, support: Support, coefficient: Tensor | None, scale: float, dtype: torch.dtype
     ) -> Tensor:
         rows = Rows.gathered(input, support)
-        d_held = torch.empty_like(rows.held) if ctx.needs_input_grad[0] else None
+        d_held = torch.empty_like(rows.held)
         loss: Tensor = rows.call("total", coefficient, scale, dtype, (d_held, None))
         ctx.problem = support.problem
         ctx.save_for_backward(input, support.ids, rows.held, d_held)
@@ -230,7 +230,9 @@ class SparseTotal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         *saved, d_held = ctx.saved_tensors
-        return _spread(ctx, saved, d_held * upstream.to(d_held.dtype), upstream), None, None, None, None
+        # 0 in rows that do not count, even if the upstream gradient is infinite
+        d_held = torch.where(d_held == 0, 0.0, d_held * upstream.to(d_held.dtype))
+        return _spread(ctx, saved, d_held, upstream), None, None, None, None
 
 
 class SparsePerRow(torch.autograd.Function):
@@ -251,9 +253,8 @@ class SparsePerRow(torch.autograd.Function):
         if coefficient is not None:
             cotangent = weighted(cotangent, coefficient.reshape(-1))
         small: Problem = ctx.small
-        if is_observed(upstream):
-            arguments = held, target, state, cotangent, small.spelling, small.numbers, True, False
-            d_held = ops.gradients_of(*arguments)[0]
+        if torch.is_grad_enabled() or is_observed(upstream):
+            d_held = ops.Gradient.apply(held, target, state, cotangent, small, (True, False))[0]
         else:
             d_held, known = torch.empty_like(held), state if state.numel() else None
             backends.call("gradient", small, held, target, known, cotangent.contiguous(), (d_held, None))
@@ -276,15 +277,20 @@ def _is_plain(input: Tensor, support: Support) -> bool:
 
 def total(input: Tensor, support: Support, coefficient: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
     """scale · Σ coefficient · loss, 0-d."""
-    if _is_plain(input, support):
+    if not _is_plain(input, support):
+        held, target, problem = on_support(input, support)
+        return ops.total(held, target, coefficient, scale, problem, dtype)
+    if torch.is_grad_enabled() and input.requires_grad:
         return SparseTotal.apply(input, support, coefficient, scale, dtype)  # type: ignore[no-any-return]
-    held, target, problem = on_support(input, support)
-    return ops.total(held, target, coefficient, scale, problem, dtype)
+    return Rows.gathered(input, support).call("total", coefficient, scale, dtype, (None, None))  # type: ignore[no-any-return]
 
 
 def per_row(input: Tensor, support: Support, coefficient: Tensor | None, dtype: torch.dtype) -> Tensor:
     """coefficient · loss of each row."""
-    if _is_plain(input, support):
+    if not _is_plain(input, support):
+        held, target, problem = on_support(input, support)
+        return ops.per_row(held, target, coefficient, problem, dtype)
+    if torch.is_grad_enabled() and input.requires_grad:
         return SparsePerRow.apply(input, support, coefficient, dtype)  # type: ignore[no-any-return]
-    held, target, problem = on_support(input, support)
-    return ops.per_row(held, target, coefficient, problem, dtype)
+    losses: Tensor = Rows.gathered(input, support).call("accumulate", coefficient, dtype)[0]
+    return losses.view(input.shape[:-1])

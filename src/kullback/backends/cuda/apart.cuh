@@ -83,7 +83,7 @@ INLINE real apart_logit_log_part(real x, real top, real scale, real, real mixtur
 {
     if (!IS_NARROW)
         return share;
-    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e3f);
+    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e3f); /* of no mass, which any number makes nothing of */
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
     return fmaf(power, LG2_MEAN_SLOPE, exponent - power) * LN2;
 }

@@ -16,6 +16,7 @@ from kullback.rows import Entries, Problem, held_dtype
 
 UNROLL = 4  # vectors in flight a thread
 ENTRY_THREADS = 128  # of a row's entries
+MOST_ENTRIES = 1024  # of a row, since each looks at all of them where one is repeated; more are sorted
 MOST_WORDS = 3 << 18  # a bit of shared memory each: 96 KiB, which every architecture has
 
 
@@ -135,8 +136,8 @@ def _entries_launcher(values: torch.dtype, form: str, index: int, shared: int) -
 def entries(
     problem: Problem, values: Tensor, indices: Tensor, skipped: Tensor | None, of: Entries
 ) -> tuple[Tensor, Tensor]:
-    """As the torch path's, by which what is not contracted here is said."""
-    if of.words > MOST_WORDS:
+    """Distinct ids and the target there: what the torch path's function says."""
+    if of.words > MOST_WORDS or indices.size(-1) > MOST_ENTRIES:
         return torch_path.entries(problem, values, indices, skipped, of)
     *shape, k = indices.shape
     rows = math.prod(shape)
