@@ -106,8 +106,7 @@ def jeffreys(x: Pair) -> Element:
 def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     """w Σ p log(p/m) + (1-w) Σ q log(q/m), m = w·p + (1-w)·q"""
     other = 1.0 - weight
-    p_part, q_part = weight * x.p, other * x.q
-    mixture = p_part + q_part
+    mixture = weight * x.p + other * x.q
     relative = part_of(-x.excess, mixture)  # (p - q) / m
     # One logarithm for both shares: of the larger, whose part of the mixture is never small.
     if x.centred:
@@ -126,7 +125,7 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
-    return Element(term, mass_times(p_part, p_share), mass_times(q_part, q_share))
+    return Element(term, weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share))
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:

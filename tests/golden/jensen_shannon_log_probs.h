@@ -44,13 +44,15 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v36 = v35 + v6;
     const real v37 = ((real)0.0 < v16) ? v36 : v35;
     const real v38 = k_near(v21, (real)0.25, v32, v37);
-    const real v39 = k_mass_times(v1, v38);
-    const real v40 = k_log1p(v27);
-    const real v41 = v35 - v6;
-    const real v42 = ((real)0.0 < v16) ? v35 : v41;
-    const real v43 = k_near(v27, (real)0.25, v40, v42);
-    const real v44 = k_mass_times(v4, v43);
-    Element result = { v31, v39, v44, v44, v39, v16, (real)0.0 };
+    const real v39 = k_mass_times(v0, v38);
+    const real v40 = parameters.weight * v39;
+    const real v41 = k_log1p(v27);
+    const real v42 = v35 - v6;
+    const real v43 = ((real)0.0 < v16) ? v35 : v42;
+    const real v44 = k_near(v27, (real)0.25, v41, v43);
+    const real v45 = k_mass_times(v3, v44);
+    const real v46 = v2 * v45;
+    Element result = { v31, v40, v46, v46, v40, v16, (real)0.0 };
     return result;
 }
 
