@@ -60,12 +60,11 @@ def eager(kind):
 def rivals(kind):
     yield "eager", eager(kind)
     yield "torch.compile", torch.compile(eager(kind))
+    beta = 0.0 if kind == "kl" else 0.5  # to the others 0 is KL(teacher || student)
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
         from liger_kernel.transformers import LigerFusedLinearJSD
 
-        # Theirs is beta = 0 for KL(teacher || student).
-        beta = 0.0 if kind == "kl" else 0.5
         fused = LigerFusedLinearJSD(jsd_beta=beta)
         yield "liger fused", lambda h, w, t, v: fused(h, w, t, v, None)
         chunked = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, chunk_size=1024)
@@ -80,7 +79,6 @@ def rivals(kind):
         with contextlib.suppress(ImportError):
             from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-            beta = 0.0 if kind == "kl" else 0.5
             per_token = ChunkedDivergenceFunction.apply
             yield "trl chunked", lambda h, w, t, v: per_token(h, w, None, t, v, None, beta)[0].mean()
 

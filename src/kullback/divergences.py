@@ -65,7 +65,7 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
-    slope: Value | None = None  # d_log_q / q, where 16 bits hold it as it is: kernels may keep it
+    slope: Value = 0.0  # d_log_q / q, where 16 bits hold it as it is: kernels may keep it
 
 
 class Moments(NamedTuple):
@@ -150,7 +150,7 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
 def total_variation(x: Pair) -> Element:
     """½ Σ |p - q|; the gradient at ties is 0"""
     half = half_sign(x.excess)
-    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q, identity, half)
+    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q, slope=half)
 
 
 def hellinger(x: Pair) -> Element:

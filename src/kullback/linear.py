@@ -203,11 +203,11 @@ class Pass:
         chunk_rows: int,
         want: Sequence[bool] = (False,) * 6,
     ) -> None:
-        self.step, *held = (chunk_rows,) * 3 if chunk_rows else chunks_of(operands, want)
+        self.step, of_student, of_teacher = (chunk_rows,) * 3 if chunk_rows else chunks_of(operands, want)
         self.problem, self.ids, self.negligible = problem, operands.ids, operands.negligible
         self.sides = (
-            Side(operands.student, want[:3], held[0], coefficient),
-            Side(operands.teacher, want[3:], held[1], coefficient),
+            Side(operands.student, want[:3], of_student, coefficient),
+            Side(operands.teacher, want[3:], of_teacher, coefficient),
         )
 
     def run(self, verb: str, *arguments: Any, of_rows: Sequence[Tensor | None] = (), writes: bool = True) -> list[Any]:

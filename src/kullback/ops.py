@@ -52,7 +52,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
-def _row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
+def row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
     if tensor is None:
         return None
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
@@ -84,7 +84,7 @@ class Slab(NamedTuple):
         """As a path wants them."""
         d_x, d_y = (None if t is None else problem.valid(as_rows(t)) for t in (self.d_input, self.d_target))
         x, y = problem.valid(as_rows(self.input)), problem.valid(as_rows(self.target))
-        return x, y, _row_vector(self.coefficient, x.size(0)), (d_x, d_y)
+        return x, y, row_vector(self.coefficient, x.size(0)), (d_x, d_y)
 
 
 def _is_rows(tensor: Tensor) -> bool:

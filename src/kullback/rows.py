@@ -124,7 +124,7 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, norm),
             "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
             "excess": masses.excess,
-            "slope": 0.0 if element.slope is None else element.slope,
+            "slope": element.slope,
         },
         Program(finish._asdict()),
         finish.slope == 1.0,

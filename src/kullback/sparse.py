@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kullback import backends, ops
-from kullback.backends.torch.entries import entries, log_or_nothing, one_outcome
+from kullback.backends.torch.entries import entries, is_rounding, log_or_nothing, one_outcome
 from kullback.observed import is_observed
-from kullback.ops import PROBLEM, as_rows, batch_first, library, problem_of, weighted
+from kullback.ops import PROBLEM, as_rows, batch_first, library, problem_of, row_vector, weighted
 from kullback.rows import NUMBERS, Entries, Problem, held_dtype
 
 library.define(f"gather(Tensor input, Tensor ids, {PROBLEM}, bool rest) -> Tensor")
@@ -173,11 +173,10 @@ def support(
     return Support(ids, target, problem, negligible)
 
 
-def without_rounding(held: Tensor, target: Tensor, negligible: float, nothing: float = -math.inf) -> Tensor:
-    """The target without a rest that may be rounding, where the student has none: it would be p > 0 where q = 0."""
-    rest = target[..., -1:]
-    none = (held[..., -1:] == nothing) & (rest <= negligible)
-    return torch.cat([target[..., :-1], torch.where(none, -math.inf, rest)], -1)
+def without_rounding(held: Tensor, target: Tensor, negligible: float, form: str = "logits") -> Tensor:
+    """The target without a rest that may be rounding."""
+    rest = torch.where(is_rounding(held, target, negligible, form), -math.inf, target[..., -1:])
+    return torch.cat([target[..., :-1], rest], -1)
 
 
 def on_support(input: Tensor, support: Support) -> tuple[Tensor, Tensor, Problem]:
@@ -187,8 +186,7 @@ def on_support(input: Tensor, support: Support) -> tuple[Tensor, Tensor, Problem
     if not has_rest:
         held = one_outcome(log_or_nothing(held), support.ids) if form == "probs" else held
         return held, support.target, small(support.problem)
-    nothing = 0.0 if form == "probs" else -math.inf
-    target = without_rounding(held, support.target, support.negligible, nothing)
+    target = without_rounding(held, support.target, support.negligible, form)
     return held, target, small(support.problem, form)
 
 
@@ -208,9 +206,8 @@ class Rows(NamedTuple):
         return cls(held, target, small(problem, problem.form))
 
     def call(self, verb: str, coefficient: Tensor | None, *arguments: Any) -> Any:
-        if coefficient is not None:
-            coefficient = coefficient.expand(self.held.size(0)) if coefficient.dim() == 0 else coefficient.reshape(-1)
-        return backends.call(verb, self.problem, self.held, self.target, coefficient, *arguments)
+        weight = row_vector(coefficient, self.held.size(0))
+        return backends.call(verb, self.problem, self.held, self.target, weight, *arguments)
 
 
 class SparseTotal(torch.autograd.Function):

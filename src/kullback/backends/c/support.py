@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.c.compile import HERE, function, library
-from kullback.backends.torch import drop_rounding_
+from kullback.backends.torch.entries import is_rounding
 from kullback.printer import TYPES
 from kullback.rows import Problem, held_dtype
 
@@ -63,7 +63,7 @@ def gather(
     held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
     _run("gather", problem, x, ids, held, None, None)
     if target is not None:
-        drop_rounding_(target, held, negligible, 0.0 if problem.form == "probs" else -math.inf)
+        target[:, -1:].masked_fill_(is_rounding(held, target, negligible, problem.form), -math.inf)
     return held
 
 

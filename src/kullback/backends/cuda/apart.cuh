@@ -21,13 +21,6 @@ INLINE real power_of_2(real x)
     return result;
 }
 
-INLINE real log2_of(real x)
-{
-    real result;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-
 /* Not to be contracted with a sum: its rounding is counted on */
 INLINE real product(real x, real y) { return __fmul_rn(x, y); }
 
@@ -83,7 +76,7 @@ INLINE real apart_logit_log_part(real x, real top, real scale, real, real mixtur
 {
     if (!IS_NARROW)
         return share;
-    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e3f); /* of no mass, which any number makes nothing of */
+    const real exponent = bounded(fmaf(x, binary(scale), -top));
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
     return fmaf(power, LG2_MEAN_SLOPE, exponent - power) * LN2;
 }

@@ -294,6 +294,12 @@ struct Team { /* the threads that share a row */
     unsigned exchanges : 2, turn : 30; /* of its mailboxes' turns, modulo 2; of rows read so far. Together: a register more would spill. */
 };
 
+/* All threads of the group have come here. */
+INLINE void synchronize_group(const Team &team)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
+}
+
 /* Every warp gives a T, and every thread gets all of them, merged in the same order. Two mailboxes are enough: who
    writes to one for the second time has got the others' letters of the exchange between, and they had read it by then. */
 template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, Team &team, T mine)
@@ -320,7 +326,7 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
     {
         if (lane == 0)
             letters[team.lane / 32] = mine;
-        asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
+        synchronize_group(team);
     }
     team.exchanges++;
     T result;
@@ -660,7 +666,7 @@ INLINE void restore(const Share &share, const Ring &ring, const Team &team)
         for (int v = team.lane; v < count; v += LANES)
             put((void *)(slot.y() + v * WIDTH), __ldg((const uint4 *)(y + (start + v) * WIDTH)));
     });
-    asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
+    synchronize_group(team);
 #endif
 }
 

@@ -65,11 +65,18 @@ INLINE real k_exp(real x)
     return bounded > 100.0f ? K_INFINITY : result; /* where inf · 0 was added */
 }
 
-/* log x of a normal positive number */
+/* log2 x of a normal positive number */
+INLINE real log2_of(real x)
+{
+    real result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+/* log x of such */
 INLINE real tame_log(real x)
 {
-    real power;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    const real power = log2_of(x);
     return fmaf(power, LN2, fmaf(power, -LG2_MEAN_SLOPE * LN2, -LG2_MEAN_ERROR * LN2));
 }
 

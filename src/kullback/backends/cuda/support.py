@@ -61,7 +61,7 @@ def gather(
     if x.size(1) > MOST_WORDS or (target is not None and target.dtype != dtype):
         return torch_path.gather(problem, x, ids, rest, target, negligible)
     held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=dtype)
-    _run("gather", problem, x, ids, (held, target), (), (negligible,))
+    _run("gather", problem, x, ids, held, (target,), (), (negligible,))
     return held
 
 
@@ -69,7 +69,7 @@ def scatter(problem: Problem, x: Tensor, ids: Tensor, held: Tensor, d_held: Tens
     """Write the gradient in x of what has gradient d_held in `held`, which `gather` found; zeros where that is 0."""
     if x.size(1) > MOST_WORDS:
         return torch_path.scatter(problem, x, ids, held, d_held, out)
-    return _run("scatter", problem, x, ids, (held, d_held, out), (out.stride(0),), ())
+    return _run("scatter", problem, x, ids, held, (d_held, out), (out.stride(0),), ())
 
 
 def _run(
@@ -77,7 +77,8 @@ def _run(
     problem: Problem,
     x: Tensor,
     ids: Tensor,
-    tensors: tuple[Tensor | None, ...],
+    held: Tensor,
+    others: tuple[Tensor | None, ...],
     strides: tuple[int, ...],
     numbers: tuple[float, ...],
 ) -> None:
@@ -86,14 +87,13 @@ def _run(
         return
     ids = ids.contiguous()
     capped = problem.form == "logits" and problem.capped[0]
-    held = tensors[0]
-    assert held is not None
     launcher = _launcher(verb, x.dtype, problem.form, capped, x.device.index, _marks(vocab))
     launcher(
         rows,
         x.data_ptr(),
         ids.data_ptr(),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        held.data_ptr(),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in others),
         rows,
         vocab,
         ids.size(1),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.torch.entries import entries as entries
+from kullback.backends.torch.entries import is_rounding, none_of
 from kullback.forms import FORMS
 from kullback.formula import TENSOR, Value
 from kullback.rows import (
@@ -113,7 +114,7 @@ def gather(
 
     A rest of the target that is no more than negligible is made none where x has none.
     """
-    nothing = 0.0 if problem.form == "probs" else -math.inf
+    nothing = none_of(problem.form)
     held = x.new_empty(x.size(0), ids.size(1) + rest, dtype=held_dtype(x.dtype))
     for rows in _chunks(x):
         values, columns = _counted(problem, x[rows]), ids[rows]
@@ -122,14 +123,8 @@ def gather(
             others = values.masked_fill(_marked(columns, x.size(1)), nothing)
             held[rows, -1] = others.sum(1) if problem.form == "probs" else others.logsumexp(1)
     if target is not None:
-        drop_rounding_(target, held, negligible, nothing)
+        target[:, -1:].masked_fill_(is_rounding(held, target, negligible, problem.form), -math.inf)
     return held
-
-
-def drop_rounding_(target: Tensor, held: Tensor, negligible: float, nothing: float) -> None:
-    """What rounding may have left of 1 - 1 would be p > 0 where q = 0."""
-    rest = target[:, -1]
-    rest.masked_fill_((held[:, -1] == nothing) & (rest <= negligible), -math.inf)
 
 
 def scatter(problem: Problem, x: Tensor, ids: Tensor, held: Tensor, d_held: Tensor, out: Tensor) -> None:

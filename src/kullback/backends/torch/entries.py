@@ -71,6 +71,16 @@ def _log_rest(log_p: Tensor, words: Tensor, temperature: float) -> Tensor:
     return torch.where(words > 0, rest, -math.inf).to(log_p.dtype)
 
 
+def none_of(form: str) -> float:
+    """What an element counts as that holds no mass."""
+    return 0.0 if form == "probs" else -math.inf
+
+
+def is_rounding(held: Tensor, target: Tensor, negligible: float, form: str) -> Tensor:
+    """Where the student has no rest and the target's may be what rounding left of 1 - 1: it would be p > 0 at q = 0."""
+    return (held[..., -1:] == none_of(form)) & (target[..., -1:] <= negligible)
+
+
 def one_outcome(held: Tensor, ids: Tensor) -> Tensor:
     """A row of no ids has no distribution to renormalise: it is given one outcome, the same to both models."""
     nothing = (ids < 0).all(-1, keepdim=True)
