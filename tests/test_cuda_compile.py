@@ -16,6 +16,8 @@ import torch
 from kullback.backends import cuda
 from kullback.backends.cuda import logits, plan, support
 from kullback.divergences import DIVERGENCES
+from kullback.rows import Problem
+from tests import oracle
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 BUDGET = Path(__file__).with_name("registers.json")
@@ -76,8 +78,6 @@ def everything():
 def is_asked_for(case):
     """A flat sum needs a finish that is the identity; the driver never asks for another."""
     _, kind, form, target_form, _, mode = case
-    from kullback.rows import Problem
-
     return "total" not in mode or Problem(kind, form, target_form).formula.finish_is_identity
 
 
@@ -119,9 +119,10 @@ MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
 
 def logits_variant(kind, form, target_form, dtype, mode):
     vocab, fits, known, want_sum, want = LOGITS_MODES[mode]
-    shape = plan.logits(vocab, dtype, dtype, all(want), known, fits).shape
-    assert shape.resident == fits
     capped = ("capped" in mode,) * 2
+    problem = Problem(kind, form, target_form, (1.0, 1.0, *map(float, capped), 0.0, *oracle.PARAMETERS[kind].values()))
+    shape = logits.layout(problem, vocab, dtype, dtype, want, known, fits).shape
+    assert shape.resident == fits
     return logits.Variant(
         kind, form, target_form, dtype, dtype, torch.float64, torch.float32, want_sum, want, capped, shape
     )
@@ -181,14 +182,18 @@ def test_a_spill_is_an_error():
         registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
 
 
+@pytest.mark.parametrize("low_bytes", [None, 0, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
-def test_rows_on_chip_fit(vocab, dtype):
+def test_rows_on_chip_fit(vocab, dtype, low_bytes):
     """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
-    layout = plan.logits(vocab, dtype, dtype, False, False, True)
+    layout = plan.logits(vocab, dtype, dtype, False, False, True, low_bytes)
+    element_bytes = dtype.itemsize * 2 + (low_bytes or 0)
     if not layout.shape.resident:
-        assert vocab <= 2048 or vocab * dtype.itemsize * 2 / plan.MAX_CLUSTER > 190 << 10
+        assert vocab <= 2048 or vocab * element_bytes / plan.MAX_CLUSTER > 190 << 10
         return
+    slot_bytes = layout.slot_vectors * layout.shape.width * element_bytes
+    assert layout.slots * slot_bytes <= layout.mail < layout.barriers < layout.shared
     assert layout.share * layout.cluster >= vocab // layout.shape.width
     pieces = -(-layout.share // layout.slot_vectors)
     assert pieces <= layout.slots

@@ -48,6 +48,14 @@ def test_partials_are_the_derivatives_of_the_term(kind, centred, spread):
         torch.testing.assert_close(ours, truth, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation"])
+@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
+def test_slopes_times_masses_are_the_partials(kind, spread):
+    log_p, log_q = random_rows(spread)
+    e = element(kind, log_p, log_q, centred=True)
+    torch.testing.assert_close(e.slope * log_q.exp(), e.d_log_q, rtol=1e-10, atol=1e-13)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_finish_slope_is_its_derivative(kind):
     log_p, log_q = random_rows()

@@ -1,14 +1,16 @@
 """Symbols, programs and what is printed of them."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from kullback.divergences import DIVERGENCES
-from kullback.formula import TENSOR, Program, exp, log, variable, where
+from kullback.formula import TENSOR, Program, exp, factored, log, variable, where
 from kullback.printer import print_functor
 from kullback.rows import Problem
+from tests import oracle
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -44,6 +46,26 @@ def test_the_same_formula_on_symbols_and_tensors():
     x = torch.linspace(0, 2, 9)
     program = Program({"out": formula(variable("x"))})
     assert torch.equal(program.run({"x": x})["out"], formula(x))
+
+
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation", "kl"])
+def test_what_is_common_to_a_row_times_the_rest_is_the_whole(kind, generator):
+    """Of elements that are apart."""
+    problem = Problem(kind, "logits", "logits")
+    names = ("target_top", "input_top", "target_inverse_total", "input_inverse_total", "target_scale", "input_scale")
+    values = dict(zip(names, (0.3, -0.2, 0.25, 0.4, 1.0, 1.0), strict=True))
+    values |= {"shift_high": 0.5 + math.log(0.4 / 0.25), "shift_low": 0.0, **oracle.PARAMETERS[kind]}
+    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    x, y = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
+    far = TENSOR | {"near": lambda x, bound, close, apart: apart}
+    for output in ("d_log_p", "slope"):
+        whole = problem.formula.element[output]
+        factor, rest = factored(whole)
+        program = Program({"whole": whole, "factor": factor, "rest": rest})
+        found = program.run({"x": x, "y": y, **values}, far)
+        product = found["factor"] * found["rest"]
+        torch.testing.assert_close(*torch.broadcast_tensors(torch.as_tensor(product), torch.as_tensor(found["whole"])))
+        assert not isinstance(found["factor"], torch.Tensor) or found["factor"].dim() == 0
 
 
 def test_the_vocabulary_is_closed():

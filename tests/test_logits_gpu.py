@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import kullback
+from kullback.backends import cuda
+from kullback.rows import NUMBERS, Problem
 from tests import oracle
 from tests.conftest import no_synchronisation, relative_error
 
@@ -89,6 +91,41 @@ def test_a_row_alone_is_the_row_of_a_batch(case, kind):
     for r in {*aligned[:4], *aligned[-4:]}:
         at = slice(r, r + 1)
         assert equal(run(at), [t[at] for t in batch])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation"])
+@pytest.mark.parametrize("vocab", [128256, 50264, 8192])
+def test_masses_and_slopes_in_the_place_of_rows(vocab, kind, dtype):
+    """Rows that are apart leave them there; those between that are close find their logits again."""
+    x, y = pair(40, vocab, dtype)
+    far = torch.arange(40, device="cuda") % 3 == 0
+    x[far] = (x[far].float() + 2 * torch.randn_like(x[far].float())).to(dtype)
+    x[3:9, 0] = y[3:9, 0] = -torch.inf
+    x[12:15, 0], y[12:15, 0] = 60, 55
+    weight = torch.linspace(0.5, 2, 40, device="cuda")
+    a = x.double().requires_grad_()
+    truth = oracle.divergence(a, y.double(), kind, **oracle.PARAMETERS[kind])
+    (expected,) = torch.autograd.grad((truth * weight).sum(), a)
+    b = x.clone().requires_grad_()
+    loss = kullback.divergence(b, y, kind, row_weight=weight, reduction="sum", **oracle.PARAMETERS[kind])
+    # Whatever the dtype, written in the forward pass
+    written = torch.autograd.grad(loss, b)[0] if dtype == torch.bfloat16 else kernel_gradient(b, y, kind, weight)
+    assert relative_error(loss, (truth * weight).sum()) < 1e-5
+    assert written[x == -torch.inf].count_nonzero() == 0
+    for ours, theirs in zip(written, expected, strict=True):
+        assert relative_error(ours, theirs) < 4e-3
+    if dtype == torch.bfloat16:
+        ulps = (written.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()).abs()
+        assert (ulps > 1).double().mean() < 1e-3
+
+
+def kernel_gradient(x, y, kind, weight):
+    """What the sum's kernel writes where eager calls leave it to backward."""
+    problem = Problem(kind, "logits", "logits", (*NUMBERS, *oracle.PARAMETERS[kind].values()))
+    gradient = torch.empty_like(x)
+    cuda.total(problem, x.detach(), y, weight.double(), 1.0, torch.float32, (gradient, None))
+    return gradient
 
 
 @pytest.mark.parametrize("kind", KINDS)

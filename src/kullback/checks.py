@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import math
@@ -91,8 +90,10 @@ _cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
 
 def problem_of(*options: Any) -> Problem:
     if not torch.compiler.is_compiling():
-        with contextlib.suppress(TypeError):  # an option that cannot be hashed, or one that is refused: said below
+        try:
             return _cached_problem(*options)
+        except TypeError:  # an option that cannot be hashed, or one that is refused: said below
+            pass
     return _problem(*options)
 
 

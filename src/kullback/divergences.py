@@ -65,7 +65,7 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
-    slope: Value = 0.0  # d_log_q / q, where 16 bits hold it as it is: kernels may keep it
+    slope: Value = 0.0  # d_log_q / q, of kinds without moments: kernels may keep it
 
 
 class Moments(NamedTuple):
@@ -125,25 +125,26 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
-    return Element(term, weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share))
+    d_log_p, d_log_q = weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share)
+    return Element(term, d_log_p, d_log_q, slope=other * q_share)
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     """Σ p log(p/m), m = a·p + (1-a)·q"""
     other = 1.0 - alpha
     mixture = alpha * x.p + other * x.q
-    excess = other * x.excess  # m - p
-    q_share = other * part_of(x.q, mixture)  # of q in m
+    relative = part_of(x.excess, mixture)  # (q - p) / m
+    over = -(other * relative)  # p/m - 1
     if x.centred:
-        over = -part_of(excess, mixture)  # p/m - 1
-        share = near(over, 0.25, log1p(over), log(part_of(x.p, mixture)))
-        plain = mass_times(x.p, share)
+        share = near(over, 0.25, log1p(over), log_part(x.p, mixture, log(part_of(x.p, mixture))))
         term = divergence_from(mixture, x.p, share, over)
-        return Element(term, plain + excess * (alpha * part_of(x.p, mixture)), excess * q_share)
-    over = at_least(-part_of(excess, mixture), -1.0)
+        slope = other * other * relative
+        return Element(term, mass_times(x.p, share - alpha * over), slope * x.q, slope=slope)
+    over = at_least(over, -1.0)
     # A mixture of subnormal masses may round to 0.
     apart = where(absolute(mixture) < 1e-45, 0.0, log_quotient(x.p, mixture))
     plain = mass_times(x.p, near(over, 0.25, log1p(over), apart))
+    q_share = other * part_of(x.q, mixture)  # of q in m
     return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
 

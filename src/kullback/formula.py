@@ -198,6 +198,34 @@ def log_part(mass: Value, mixture: Value, share: Value) -> Value:
     return share
 
 
+def factored(x: Value) -> tuple[Value, Value]:
+    """(what is the same for all elements of a row, the rest), whose product is x in a row that is apart."""
+    if not isinstance(x, Symbol):
+        return x, 1.0
+    match x.op, x.args:
+        case "mul", (a, b) if _is_common(a) or _is_common(b):
+            common, other = (a, b) if _is_common(a) else (b, a)
+            factor, rest = factored(other)
+            return common * factor, rest
+        case "neg", (a,):
+            factor, rest = factored(a)
+            return -factor, rest
+        case "near", (_, _, _, apart):
+            return factored(apart)
+        case "mass_times", (mass, a):
+            factor, rest = factored(a)
+            return factor, mass_times(mass, rest)
+        case "logit_log_part", args:
+            return math.log(2), _node("logit_log2_part", *args)
+    return 1.0, x
+
+
+def _is_common(x: Value) -> bool:
+    return not isinstance(x, Symbol) or (
+        x.args[0] not in ("x", "y") if x.op == "variable" else all(map(_is_common, x.args))
+    )
+
+
 def bregman(z: Value) -> Value:
     """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
     return _apply("bregman", z)
@@ -347,6 +375,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "logit_root": _logit_root,
     "logit_overlap": _logit_overlap,
     "logit_log_part": lambda x, top, scale, inverse_total, mixture, share: share,
+    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: share / math.log(2),
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "part_of": _part_of,

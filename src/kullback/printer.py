@@ -6,7 +6,7 @@ import torch
 
 from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS
-from kullback.formula import Program, Value, variable
+from kullback.formula import Program, Value, factored, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -16,7 +16,7 @@ TYPES = {  # of elements, as kernels call them
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess", "slope")
+ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "excess")
 
 
 def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
@@ -28,8 +28,7 @@ def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
     """
     parameters = tuple(DIVERGENCES[problem.kind].parameters)
     formula = problem.formula
-    names = {name: f"row.{name}" for name in ROW_VARIABLES}
-    names |= {name: f"parameters.{name}" for name in parameters}
+    names = _names(problem)
     program = problem.program(*ELEMENT)
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
     if "apart_" in prefixes:
@@ -39,7 +38,6 @@ def print_functor(problem: Problem, prefixes: tuple[str, ...] = ("k_",)) -> str:
 #define NEEDS_NORMS {int(problem.needs_norms)}
 #define FINISH_IS_LINEAR {int(formula.finish_is_linear)}
 #define FINISH_IS_IDENTITY {int(formula.finish_is_identity)}
-#define HAS_SLOPE {int(formula.element["slope"] != 0.0)}
 typedef struct {{ real {", ".join(ROW_VARIABLES)}; }} Row;
 typedef struct {{ real {", ".join(parameters) or "none"}; }} Parameters;
 typedef struct {{ real {", ".join(ELEMENT)}; }} Element;
@@ -54,6 +52,37 @@ INLINE Finish finish(double total, Parameters parameters)
 """
 
 
+def print_slopes(problem: Problem) -> str:
+    """What a row that is apart is summed by, where a kind has slopes: `Parts apart_parts(x, y, row, parameters)`.
+
+    Of its d_log_p and slope the row's `apart_factors` are left out.
+    """
+    element = problem.formula.element
+    macro = f"#define HAS_SLOPE {int(problem.has_slope)}\n"
+    if not problem.has_slope:
+        return macro
+    names = _names(problem)
+    split = {name: factored(element[name]) for name in ("d_log_p", "slope")}
+    common = Program({name: factor for name, (factor, _) in split.items()})
+    parts = Program({name: rest for name, (_, rest) in split.items()} | {"mass": element["mass"]})
+    factors, factor = print_steps(common, "real", names, "apart_")
+    body, part = print_steps(parts, "real", names, "apart_")
+    return f"""\
+{macro}typedef struct {{ real d_log_p, slope; }} Factors;
+typedef struct {{ real mass, d_log_p, slope; }} Parts;
+INLINE Factors apart_factors(Row row, Parameters parameters)
+{{
+{factors}    Factors result = {{ {factor["d_log_p"]}, {factor["slope"]} }};
+    return result;
+}}
+INLINE Parts apart_parts(real x, real y, Row row, Parameters parameters)
+{{
+{body}    Parts result = {{ {part["mass"]}, {part["d_log_p"]}, {part["slope"]} }};
+    return result;
+}}
+"""
+
+
 def tame_ranges(form: str, target_form: str) -> dict[str, str]:
     """Macros: the range of the input's elements (X) and the target's (Y) that need no guards."""
     return {
@@ -61,6 +90,11 @@ def tame_ranges(form: str, target_form: str) -> dict[str, str]:
         for name, side in (("X", form), ("Y", target_form))
         for bound, value in zip(("LOW", "HIGH"), FORMS[side].tame or (0.0, 0.0), strict=True)
     }
+
+
+def _names(problem: Problem) -> dict[str, str]:
+    names = {name: f"row.{name}" for name in ROW_VARIABLES}
+    return names | {name: f"parameters.{name}" for name in DIVERGENCES[problem.kind].parameters}
 
 
 def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:

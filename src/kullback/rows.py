@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback.divergences import DIVERGENCES, Element, Finish
+from kullback.divergences import DIVERGENCES, Element, Finish, Moments
 from kullback.forms import FORMS, Norm, Shift, pair
-from kullback.formula import Program, Value, variable
+from kullback.formula import Program, Symbol, Value, variable
 
 ROW_VARIABLES = (
     *(f"{side}_{field}" for side in ("input", "target") for field in Norm._fields),
@@ -83,6 +83,32 @@ class Problem:
         return self.form == "logits" or self.target_form == "logits"
 
     @property
+    def has_slope(self) -> bool:
+        """Whether the kind says what d_log_q / q is."""
+        return bool(self.formula.element["slope"] != 0.0)
+
+    @property
+    def slope_is_short(self) -> bool:
+        """Whether the first 16 bits of a float32 hold the slope."""
+        slope = self.formula.element["slope"]
+        return isinstance(slope, Symbol) and slope.op == "half_sign"
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether the sums of a row follow from Σ p log(p/q) and Σ q log(p/q)."""
+        divergence = DIVERGENCES[self.kind]
+        powers: list[Value] = []
+
+        def overlap(exponent: Value) -> Value:
+            powers.append(exponent)
+            return 0.5
+
+        if divergence.of_moments is not None:
+            divergence.of_moments(Moments(0.0, 0.0, overlap), **divergence.parameters)
+        has_only_logits = self.form == self.target_form == "logits"
+        return has_only_logits and divergence.of_moments is not None and not powers
+
+    @property
     def formula(self) -> Formula:
         return formula(self.kind, self.form, self.target_form)
 
@@ -94,7 +120,9 @@ class Problem:
 class Formula(NamedTuple):
     """What a row element and a row sum become, over named variables."""
 
-    element: dict[str, Value]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; also excess, slope
+    element: dict[
+        str, Value
+    ]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; also excess, mass, slope
     finish: Program  # of total: loss, slope
     finish_is_linear: bool  # slope 1: a gradient can be written before the row's sum is known
     finish_is_identity: bool
@@ -124,6 +152,7 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, norm),
             "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
             "excess": masses.excess,
+            "mass": masses.q,
             "slope": element.slope,
         },
         Program(finish._asdict()),

@@ -159,6 +159,7 @@ static inline float ptx_lg2_approx_ftz_f32(float x) { return log2f(flushed(x)); 
 static inline float ptx_rcp_approx_ftz_f32(float x) { return flushed(1 / flushed(x)); }
 static inline float ptx_sqrt_approx_ftz_f32(float x) { return sqrtf(flushed(x)); }
 static inline float ptx_max_NaN_f32(float x, float y) { return x != x ? x : y != y ? y : x > y ? x : y; }
+static inline float ptx_mul_ftz_f32(float x, float y) { return flushed(flushed(x) * flushed(y)); }
 static inline float ptx_cvt_f32_f16(unsigned short x) { return (float)gpu::bits_of<_Float16>(x); }
 static inline unsigned short ptx_cvt_rn_f16_f32(float x) { return gpu::bits_of<unsigned short>((_Float16)x); }
 static inline unsigned short ptx_cvt_rn_bf16_f32(float x)

@@ -1,10 +1,9 @@
 #define NEEDS_NORMS 0
 #define FINISH_IS_LINEAR 1
 #define FINISH_IS_IDENTITY 1
-#define HAS_SLOPE 0
 typedef struct { real input_scale, input_top, input_inverse_total, input_log_total, input_sum_gradient, target_scale, target_top, target_inverse_total, target_log_total, target_sum_gradient, shift_high, shift_low; } Row;
 typedef struct { real weight; } Parameters;
-typedef struct { real term, d_log_p, d_log_q, input, target, excess, slope; } Element;
+typedef struct { real term, d_log_p, d_log_q, input, target, excess; } Element;
 typedef struct { double loss, slope; } Finish;
 
 INLINE Element k_element(real x, real y, Row row, Parameters parameters)
@@ -52,7 +51,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v44 = k_near(v27, (real)0.25, v41, v43);
     const real v45 = k_mass_times(v3, v44);
     const real v46 = v2 * v45;
-    Element result = { v31, v40, v46, v46, v40, v16, (real)0.0 };
+    Element result = { v31, v40, v46, v46, v40, v16 };
     return result;
 }
 

@@ -1,10 +1,9 @@
 #define NEEDS_NORMS 1
 #define FINISH_IS_LINEAR 1
 #define FINISH_IS_IDENTITY 1
-#define HAS_SLOPE 0
 typedef struct { real input_scale, input_top, input_inverse_total, input_log_total, input_sum_gradient, target_scale, target_top, target_inverse_total, target_log_total, target_sum_gradient, shift_high, shift_low; } Row;
 typedef struct { real none; } Parameters;
-typedef struct { real term, d_log_p, d_log_q, input, target, excess, slope; } Element;
+typedef struct { real term, d_log_p, d_log_q, input, target, excess; } Element;
 typedef struct { double loss, slope; } Finish;
 
 INLINE Element k_element(real x, real y, Row row, Parameters parameters)
@@ -30,7 +29,7 @@ INLINE Element k_element(real x, real y, Row row, Parameters parameters)
     const real v19 = v15 - v18;
     const real v20 = v1 * row.target_sum_gradient;
     const real v21 = v4 - v20;
-    Element result = { v17, v4, v15, v19, v21, v15, (real)0.0 };
+    Element result = { v17, v4, v15, v19, v21, v15 };
     return result;
 }
 

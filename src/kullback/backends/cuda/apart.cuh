@@ -24,6 +24,14 @@ INLINE real power_of_2(real x)
 /* Not to be contracted with a sum: its rounding is counted on */
 INLINE real product(real x, real y) { return __fmul_rn(x, y); }
 
+/* Where x is subnormal, 0 */
+INLINE real flushed_product(real x, real y)
+{
+    real result;
+    asm("mul.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+    return result;
+}
+
 /* What logits are multiplied by, to be exponents of 2 */
 INLINE real binary(real scale) { return product(scale, 1.44269504f); }
 
@@ -70,15 +78,20 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
 
-/* log(mass / mixture): of 16-bit rows from two exponents, whose roundings their gradients do not show. The logarithm's mean
-   error is taken off where the difference is small. */
-INLINE real apart_logit_log_part(real x, real top, real scale, real, real mixture, real share)
+/* log2(mass / mixture): of 16-bit rows from two exponents, whose roundings their gradients do not show. The logarithm's
+   mean error is taken off where the difference is small. */
+INLINE real apart_logit_log2_part(real x, real top, real scale, real, real mixture, real share)
 {
     if (!IS_NARROW)
-        return share;
-    const real exponent = bounded(fmaf(x, binary(scale), -top));
+        return share * 1.44269504f;
+    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e30f); /* still a number after a factor */
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
-    return fmaf(power, LG2_MEAN_SLOPE, exponent - power) * LN2;
+    return fmaf(power, LG2_MEAN_SLOPE, exponent - power);
+}
+
+INLINE real apart_logit_log_part(real x, real top, real scale, real inverse_total, real mixture, real share)
+{
+    return IS_NARROW ? apart_logit_log2_part(x, top, scale, inverse_total, mixture, share) * LN2 : share;
 }
 
 INLINE real apart_near(real, real, real, real apart) { return apart; }

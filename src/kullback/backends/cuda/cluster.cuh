@@ -75,6 +75,18 @@ INLINE void put(void *p, uint4 value)
                  :: "r"(shared_address(p)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
+INLINE void put(void *p, uint2 value)
+{
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" :: "r"(shared_address(p)), "r"(value.x), "r"(value.y) : "memory");
+}
+
+INLINE uint2 fetched_two(const void *p)
+{
+    uint2 result;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "r"(shared_address(p)));
+    return result;
+}
+
 /* What this thread wrote to shared memory, before copies that are told of it by a barrier */
 INLINE void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

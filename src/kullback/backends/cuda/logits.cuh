@@ -1,6 +1,6 @@
 /* Rows of a divergence of which a side or both are logits: a row is normalised, summed, and its gradients written.
-   The formula is pasted above as `k_element`, where both sides are logits also as `apart_element` and
-   `close_element`, and as `finish`; so are the macros
+   The formula is pasted above as `k_element`, where both sides are logits also as `apart_element`, `close_element` and,
+   if it has slopes, `apart_parts`, and as `finish`; so are the macros
 
    X, Y, WEIGHT, LOSS               element types of input, target, row weights, losses
    INPUT_IS_LOGITS, TARGET_IS_LOGITS
@@ -8,8 +8,11 @@
    WANT_SUM, WANT_INPUT, WANT_TARGET  what to compute
    KNOWN                            whether the rows' states are known
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
+   KEEPS_SLOPES, LOW_BYTES          whether the sweep that sums a row that is apart leaves masses and slopes in its place;
+                                    bytes of a slope beside it
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
    WIDTH, MIN_BLOCKS                elements of a 16-byte access; blocks of a multiprocessor
+   HELD                             vectors of a row that a thread keeps in registers: all that it has; or 0
    MAILBOXES, LETTER_BYTES          for what warps tell one another of a row: of each group; at most, each
 
    A resident row is spread over the blocks of a cluster. In each, one more warp fetches pieces of rows into a ring
@@ -30,15 +33,12 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_OVERLAP 0
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-/* Whether the sweep that sums a row leaves slopes (divergences.py) in the place of its target: then no other has to find
-   the target's masses again. */
-#define KEEPS_SLOPES (HAS_APART && HAS_SLOPE && !IS_SURVEYED && RESIDENT && IS_NARROW && WANT_INPUT && !WANT_TARGET)
-
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
+#define USUAL_RANGE 12
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
@@ -51,6 +51,11 @@ INLINE float maximum(float a, float b) /* NaN stays */
 
 INLINE float shuffled(float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 INLINE double shuffled(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
+
+INLINE float of_first_lane(float x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+/* What is the same in all threads of a warp, said so that the compiler knows */
+INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
 
 template <typename T> INLINE T sum_of_warp(T x)
 {
@@ -189,10 +194,21 @@ struct alignas(16) Survey {
         overlap += other.overlap;
     }
 
+    /* of a part of which nothing has been seen yet */
+    INLINE Survey emptied() const
+    {
+        Survey empty;
+        empty.x_top = x_top;
+        empty.y_top = y_top;
+        return empty;
+    }
+
     INLINE void merge_warp(const Arguments &a)
     {
         const auto higher = [](float a, float b) { return fmaxf(a, b); };
-        raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
+        const float x_first = of_first_lane(x_top), y_first = of_first_lane(y_top);
+        if (!agreed(x_top == x_first && y_top == y_first)) /* seldom */
+            raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
         if (HAS_CROSS_P)
@@ -208,6 +224,7 @@ struct alignas(16) Survey {
 struct alignas(16) Tops {
     float x = -K_INFINITY, y = -K_INFINITY;
 
+    INLINE Tops emptied() const { return {}; }
     INLINE void merge(Tops other, const Arguments &)
     {
         x = maximum(x, other.x);
@@ -225,6 +242,7 @@ struct alignas(16) Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
     float excess = 0; /* of q's mass over p's: the error of the shift between their norms, to first order */
 
+    INLINE Sums emptied() const { return {}; }
     INLINE void merge(Sums other, const Arguments &)
     {
         term += other.term;
@@ -247,7 +265,7 @@ struct Share {
     const Arguments &a;
     unsigned row;
     int head, first, vectors; /* ours are [first, first + vectors) of those that begin at head */
-    int ends, body;           /* elements that no vector covers, ours; that vectors cover */
+    int body;                 /* elements that vectors cover */
 
     INLINE const X *x() const { return a.x + row * a.x_stride; }
     INLINE const Y *y() const { return a.y + row * a.y_stride; }
@@ -262,6 +280,7 @@ extern __shared__ __align__(128) unsigned char memory[];
 __shared__ __align__(16) unsigned char memory[GROUPS * MAILBOXES * WARPS * LETTER_BYTES];
 #endif
 
+#if RESIDENT
 /* Offsets instead of pointers, and counts: what a thread keeps has to fit its registers. */
 struct Ring {
     int count, vectors; /* slots; vectors of a slot, of each tensor */
@@ -270,21 +289,25 @@ struct Ring {
     int at;             /* the next row's first slot */
     unsigned parity;    /* of its barriers */
 
-    INLINE void advance(int pieces)
+    INLINE void advance(int pieces) /* as many as there are slots, at most */
     {
         at += pieces;
-        while (at >= count) {
-            at -= count;
-            parity ^= 1;
-        }
+        parity ^= at >= count;
+        at -= at >= count ? count : 0;
     }
-    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>))); }
+    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>) + LOW_BYTES * WIDTH)); }
     INLINE const Y *y() const { return (const Y *)(x() + vectors * WIDTH); }
     INLINE unsigned long long *barrier(int i) const { return (unsigned long long *)((unsigned char *)memory + barriers) + i; }
     INLINE unsigned long long *full() const { return barrier(at); }
     INLINE unsigned long long *empty() const { return barrier(count + at); }
     INLINE unsigned long long *arrived(int mailbox) const { return barrier(2 * count + mailbox); }
 };
+#else
+struct Ring { /* of one row, in registers */
+    Packed<X> x[HELD + !HELD];
+    Packed<Y> y[HELD + !HELD];
+};
+#endif
 
 __shared__ double results[GROUPS]; /* each of its group's first thread */
 
@@ -329,7 +352,7 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
         synchronize_group(team);
     }
     team.exchanges++;
-    T result;
+    T result = mine.emptied();
     if (lane < size * WARPS)
         result = letters[lane];
 #pragma unroll 1
@@ -353,7 +376,17 @@ template <typename T> INLINE Packed<T> fetched(const T *p)
     return result;
 }
 
+/* A vector's, on chip: of its x, y follows after a slot's vectors; and of what is kept beside them */
+struct Place {
+    unsigned char *x, *beside;
+};
+
 #if RESIDENT
+INLINE Place place(const Ring &slot, int v)
+{
+    return { (unsigned char *)(slot.x() + v * WIDTH), (unsigned char *)(slot.y() + slot.vectors * WIDTH) + v * LOW_BYTES * WIDTH };
+}
+
 /* Calls f(the ring at the piece's slot, its first vector of the share, its vectors) for the pieces of a share. */
 template <typename F> INLINE void each_piece(const Share &share, Ring ring, F f)
 {
@@ -381,9 +414,9 @@ INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
 #endif
 }
 
-/* Calls f(x vector, y vector, its index in the row, where y is on chip) for this thread's vectors. FIRST: they may still
-   be on their way; LAST: the row is not read again. */
-template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share &share, const Ring &ring, const Team &team, F f)
+/* Calls f(x vector, y vector, its index in the row, its place) for this thread's vectors. FIRST: they may still
+   be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for each vector held. */
+template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector(const Share &share, Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
@@ -397,24 +430,90 @@ template <bool FIRST, bool LAST, typename F> INLINE void each_vector(const Share
         const Y *y = slot.y();
 #pragma unroll 1
         for (int v = team.lane; v < count; v += LANES)
-            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, (void *)(y + v * WIDTH));
+            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, place(slot, v));
         if (LAST)
             release(slot, team);
     });
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
+    if (HELD && FIRST)
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (team.lane + i * LANES < share.vectors) {
+                ring.x[i] = load(x + (team.lane + i * LANES) * WIDTH);
+                ring.y[i] = load(y + (team.lane + i * LANES) * WIDTH);
+            }
+    if (HELD && SHORT) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (team.lane + i * LANES < share.vectors)
+                f(ring.x[i], ring.y[i], team.lane + i * LANES, Place {});
+        return;
+    }
 #pragma unroll 1
     for (int v = team.lane; v < share.vectors; v += LANES)
-        f(load(x + v * WIDTH), load(y + v * WIDTH), v, (void *)0);
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v, Place {});
 #endif
 }
+
+#if KEEPS_SLOPES
+/* Of each element its mass in 16 bits, in x's place, and its slope in 16, in y's, with LOW_BYTES more beside: so many as
+   the products, of which a row's mean is taken off, have to have. A mass is below 2: the first two bits of a float are 0.
+   Of two in a word the one above is cut instead of rounded: when it is read, the one below stays behind it. */
+INLINE unsigned halves_of(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
+
+INLINE void keep(const Ring &ring, Place place, const float *masses, const float *slopes)
+{
+    unsigned mass[WIDTH / 2], slope[WIDTH / 2];
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) {
+        const float *m = masses + 2 * i, *s = slopes + 2 * i;
+        mass[i] = halves_of(__float_as_uint(m[0]) * 4 + 0x8000, __float_as_uint(m[1]) * 4);
+        slope[i] = halves_of(__float_as_uint(s[0]), __float_as_uint(s[1]));
+    }
+    put(place.x, *(const uint4 *)mass);
+    put(place.x + ring.vectors * VECTOR_BYTES, *(const uint4 *)slope);
+#if LOW_BYTES
+    unsigned low[WIDTH / 4];
+#pragma unroll
+    for (int i = 0; i < WIDTH / 4; i++) {
+        const unsigned *s = (const unsigned *)slopes + 4 * i;
+        low[i] = __byte_perm(__byte_perm(s[0], s[1], 0x0051), __byte_perm(s[2], s[3], 0x0051), 0x5410);
+    }
+    put(place.beside, make_uint2(low[0], low[1]));
+#endif
+}
+
+/* What was kept; bytes of slopes that were not are some others. */
+INLINE void kept(Place place, const Packed<X> &x, const Packed<Y> &y, float *masses, float *slopes)
+{
+    const unsigned *mass = (const unsigned *)&x, *slope = (const unsigned *)&y;
+#if LOW_BYTES
+    const uint2 beside = fetched_two(place.beside);
+#endif
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) {
+        masses[2 * i] = __uint_as_float(mass[i] << 16 >> 2);
+        masses[2 * i + 1] = __uint_as_float(mass[i] >> 2);
+#if LOW_BYTES
+        const unsigned low = i < WIDTH / 4 ? beside.x : beside.y;
+        slopes[2 * i] = __uint_as_float(__byte_perm(slope[i], low, i % 2 ? 0x1064 : 0x1044));
+        slopes[2 * i + 1] = __uint_as_float(__byte_perm(slope[i], low, i % 2 ? 0x3274 : 0x3254));
+#else
+        slopes[2 * i] = __uint_as_float(slope[i] << 16);
+        slopes[2 * i + 1] = __uint_as_float(slope[i] & 0xffff0000u);
+#endif
+    }
+}
+#endif
 
 /* And f(index in the row) for the elements that no vector covers. */
 template <typename F> INLINE void each_end(const Share &share, const Team &team, F f)
 {
+    const int ends = team.rank == 0 ? (int)share.a.vocab - share.body : 0;
 #pragma unroll 1
-    for (int i = team.lane; i < share.ends; i += LANES)
+    for (int i = team.lane; i < ends; i += LANES)
         f(i < share.head ? i : i + share.body);
 }
 
@@ -440,17 +539,18 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
     each_end(share, team, [&](int i) { f(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-/* What is the same in all threads of a warp, said so that the compiler knows */
-INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
-
 INLINE bool is_usual(float total) { return total > 0 && total < 1e30f; }
 
 /* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
    above NO_TOP, in two: then totals are of exp((x - top)·scale), terms are not summed, and the result is false. */
-INLINE bool normalize(const Arguments &a, const Share &share, const Ring &ring, Team &team, Survey &survey)
+INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &team, Survey &survey)
 {
     survey = {};
-    each_vector<true, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, void *) {
+    /* All threads measure against the row's first logits, and what the largest are likely to be above them, till that
+       proves too low: so tops need no merging. */
+    survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + USUAL_RANGE);
+    survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + USUAL_RANGE);
+    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
     each_end(share, team, [&](int i) {
@@ -563,8 +663,19 @@ template <int VOCABULARY> INLINE Element element(float x, float y, const Row &ro
     return k_element(x, y, row, parameters);
 }
 
+/* What sums of a row that is apart are, of masses as they were there */
+INLINE Sums of_masses(const Arguments &a, const Survey &survey, Sums sums)
+{
+    if (IS_NARROW) {
+        sums.d_log_p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
+        sums.d_log_q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
+    }
+    sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
+    return sums;
+}
+
 template <int VOCABULARY>
-INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Team &team, const Survey &survey, bool usual, float correction,
+INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual, float correction,
                    Parameters parameters)
 {
     Sums sums;
@@ -576,36 +687,59 @@ INLINE Sums summed(const Arguments &a, const Share &share, const Ring &ring, Tea
         sums.d_log_q += e.d_log_q;
         if (VOCABULARY == CLOSE)
             sums.excess += e.excess;
-        return e.slope;
     };
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
     } else {
-        each_vector<false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, void *place) {
-            Packed<float16> slopes;
-            each_of<VOCABULARY>([&](int k) { slopes.element[k] = rounded<float16>(add(at(x, k), at(y, k))); }, x, y);
-#if RESIDENT
-            if (KEEPS_SLOPES && VOCABULARY == APART)
-                put(place, *(const uint4 *)&slopes);
-#endif
+        each_vector<false, false, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, Place) {
+            each_of<VOCABULARY>([&](int k) { add(at(x, k), at(y, k)); }, x, y);
         });
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
     if (VOCABULARY == APART)
         sums.term = sums.excess = 0; /* so that nothing is computed for them */
     sums = exchanged(a, ring, team, sums);
-    if (VOCABULARY == APART) {
-        if (IS_NARROW) {
-            sums.d_log_p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
-            sums.d_log_q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
-        }
-        sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
-    }
-    return sums;
+    return VOCABULARY == APART ? of_masses(a, survey, sums) : sums;
 }
 
+#if HAS_APART && HAS_SLOPE
+/* The same of a row that is apart, of a kind that has slopes; they are kept, if they are to be */
+template <>
+INLINE Sums summed<APART>(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual,
+                          float correction, Parameters parameters)
+{
+    Sums sums;
+    const Row row = row_of<APART>(a, survey, sums, usual, correction);
+    const auto add = [&](float x, float y) {
+        const Parts parts = apart_parts(x, y, row, parameters);
+        sums.d_log_p += parts.d_log_p;
+        sums.d_log_q += parts.mass * parts.slope;
+        return parts;
+    };
+    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place place) {
+        float masses[WIDTH], slopes[WIDTH];
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float q = input_of(a, at(x, k));
+            const Parts parts = add(q, target_of(a, at(y, k)));
+            masses[k] = INPUT_IS_CAPPED ? parts.mass * cap_slope(q, a.input_cap) : parts.mass;
+            slopes[k] = parts.slope;
+        }
+#if KEEPS_SLOPES
+        keep(ring, place, masses, slopes);
+#endif
+    });
+    each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
+    sums = exchanged(a, ring, team, sums);
+    const Factors factors = apart_factors(row, parameters);
+    sums.d_log_p *= factors.d_log_p;
+    sums.d_log_q *= factors.slope;
+    return of_masses(a, survey, sums);
+}
+#endif
+
 template <int VOCABULARY>
-INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
+INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
                             bool usual, float correction, Parameters parameters, float upstream)
 {
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
@@ -630,22 +764,20 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
         each_element<true>(share, ring, team, one);
         return;
     }
-    each_vector<false, true>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, void *) {
+    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, Place place) {
         Packed<X> input;
         Packed<Y> target;
-        if (KEEPS_SLOPES && VOCABULARY == APART) {
-            const Packed<float16> &slopes = (const Packed<float16> &)y;
-            const float less = -input_upstream * row.input_sum_gradient;
+#if KEEPS_SLOPES
+        if (VOCABULARY == APART) {
+            const float of_slope = input_upstream * apart_factors(row, parameters).slope, less = -input_upstream * row.input_sum_gradient;
+            float masses[WIDTH], slopes[WIDTH];
+            kept(place, x, y, masses, slopes);
 #pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                const float q = input_of(a, at(x, k));
-                const float mass = apart_logit_mass(q, row.input_top, row.input_scale, row.input_inverse_total);
-                const float d_input = mass * fmaf(to_real(slopes.element[k]), input_upstream, less);
-                input.element[k] = rounded<X>(INPUT_IS_CAPPED ? d_input * cap_slope(q, a.input_cap) : d_input);
-            }
-        } else {
+            for (int k = 0; k < WIDTH; k++)
+                input.element[k] = rounded<X>(flushed_product(masses[k], fmaf(slopes[k], of_slope, less)));
+        } else
+#endif
             each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
-        }
         const int i = share.head + v * WIDTH;
         if (WANT_INPUT)
             store(share.input_gradient() + i, input);
@@ -655,16 +787,17 @@ INLINE void write_gradients(const Arguments &a, const Share &share, const Ring &
     each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-/* The target's row again, where slopes have taken its place */
+/* The row again, where masses and slopes have taken its place */
 INLINE void restore(const Share &share, const Ring &ring, const Team &team)
 {
-#if RESIDENT
-    if (!KEEPS_SLOPES)
-        return;
+#if KEEPS_SLOPES
+    const X *x = share.x() + share.head + share.first * WIDTH;
     const Y *y = share.y() + share.head + share.first * WIDTH;
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
-        for (int v = team.lane; v < count; v += LANES)
-            put((void *)(slot.y() + v * WIDTH), __ldg((const uint4 *)(y + (start + v) * WIDTH)));
+        for (int v = team.lane; v < count; v += LANES) {
+            put((void *)(slot.x() + v * WIDTH), *(const uint4 *)(x + (start + v) * WIDTH));
+            put((void *)(slot.y() + v * WIDTH), *(const uint4 *)(y + (start + v) * WIDTH));
+        }
     });
     synchronize_group(team);
 #endif
@@ -688,7 +821,6 @@ INLINE Share share_of(const Arguments &a, unsigned r, unsigned rank)
     share.body = vectors * WIDTH;
     share.first = min(vectors, a.share * (int)rank);
     share.vectors = min(vectors - share.first, a.share);
-    share.ends = rank == 0 ? vocab - share.body : 0;
     return share;
 }
 
@@ -702,16 +834,16 @@ INLINE unsigned row_step() { return gridDim.x * GROUPS; }
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.weights ? (double)a.weights[r] : 1; }
 
-/* Rows of this cluster (of this group), in order; f(row, whether it is read). A whole warp calls. */
-template <typename F> INLINE void each_row(const Arguments &a, int group, F f)
+/* Every `step`th row of this cluster (of this group), in order; f(row, whether it is read). A whole warp calls. */
+template <typename F> INLINE void each_row(const Arguments &a, unsigned first, unsigned step, F f)
 {
-    for (unsigned r = first_row(group); r < a.rows; r += row_step()) {
+    for (unsigned r = first; r < a.rows; r += step * row_step()) {
         const bool is_read = agreed(weight_of(a, r) != 0);
         f(r, is_read);
     }
 }
 
-INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r, Parameters parameters)
+INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Parameters parameters)
 {
     const Share share = share_of(a, r, team.rank);
     Survey survey;
@@ -803,7 +935,7 @@ INLINE void one_row(const Arguments &a, const Ring &ring, Team &team, unsigned r
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (team.lane == 0 && team.rank == 0) {
         const double loss = weight * done.loss;
-        results[team.group] += loss;
+        results[threadIdx.x / LANES] += loss; /* the group, found again: so no register holds it */
         if (a.losses)
             a.losses[r] = rounded<LOSS>((real)loss);
     }
@@ -872,7 +1004,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
     synchronize_cluster();
     if (group == GROUPS) { /* the warp that fetches */
-        each_row(a, group, [&](unsigned r, bool is_read) {
+        each_row(a, first_row(group), 1, [&](unsigned r, bool is_read) {
             if (is_read && threadIdx.x % 32 == 0) {
                 const Share share = share_of(a, r, team.rank);
                 const X *x = share.x() + share.head + share.first * WIDTH;
@@ -890,20 +1022,25 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             __syncwarp();
         });
     } else {
-        each_row(a, group, [&](unsigned r, bool is_read) {
+        /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
+        const int step = a.weights ? 1 : GROUPS, behind = a.weights ? 0 : group;
+        for (int i = 0; i < behind; i++)
+            ring.advance(ring.pieces);
+        each_row(a, first_row(group) + behind * row_step(), step, [&](unsigned r, bool is_read) {
             if (!is_read) {
                 if (r / row_step() % GROUPS == group)
                     clear(a, team, r);
                 return;
             }
-            if (team.turn++ % GROUPS == group)
+            if (step == GROUPS || team.turn++ % GROUPS == group)
                 one_row(a, ring, team, r, parameters);
-            ring.advance(ring.pieces);
+            for (int i = 0; i < step; i++)
+                ring.advance(ring.pieces);
         });
     }
 #else
     __syncthreads(); /* results are cleared */
-    each_row(a, group, [&](unsigned r, bool is_read) {
+    each_row(a, first_row(group), 1, [&](unsigned r, bool is_read) {
         if (!is_read)
             clear(a, team, r);
         else

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, text, workspace
-from kullback.printer import TYPES, print_functor
+from kullback.printer import TYPES, print_functor, print_slopes
 from kullback.rows import Gradients, Problem, Wanted
 
 
@@ -35,6 +35,7 @@ class Variant:
 def source(variant: Variant) -> str:
     """The whole CUDA file of a kernel for logits."""
     forms = variant.form, variant.target_form
+    problem = Problem(variant.kind, *forms)
     types = {"X": variant.x, "Y": variant.y, "WEIGHT": variant.weight, "LOSS": variant.loss}
     values = {
         **{name: TYPES[dtype] for name, dtype in types.items()},
@@ -58,7 +59,8 @@ def source(variant: Variant) -> str:
             text("../numerics.h"),
             text("vector.cuh"),
             text("apart.cuh"),
-            print_functor(Problem(variant.kind, *forms), prefixes),
+            print_functor(problem, prefixes),
+            print_slopes(problem) if forms == ("logits", "logits") else "",
             text("cluster.cuh") if variant.shape.resident else "",
             text("logits.cuh"),
         ]
@@ -92,25 +94,20 @@ def run(
     index = x.device.index
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
-    fits = known_state is None and _has_clusters(index) and _in_phase(x, y, gradients)
-    want = gradients[0] is not None, gradients[1] is not None
-    placed = plan.logits(vocab, x.dtype, y.dtype, all(want), known_state is not None, fits)
-    launcher = _launcher(
+    launcher, numbers = _prepared(
         index,
-        placed,
-        problem.kind,
-        problem.form,
-        problem.target_form,
+        vocab,
+        problem,
         x.dtype,
         y.dtype,
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
         output is not None,
-        want,
-        problem.capped,
+        (gradients[0] is not None, gradients[1] is not None),
+        known_state is not None,
+        known_state is None and _has_clusters(index) and _in_phase(x, y, gradients),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
-    input_temperature, target_temperature = problem.temperatures
     launcher(
         rows,
         x.data_ptr(),
@@ -122,17 +119,42 @@ def run(
         vocab,
         *[0 if t is None else t.stride(0) for t in (x, y, *gradients)],
         scale,
-        1 / input_temperature,
-        1 / target_temperature,
-        *problem.caps,
-        problem.parameter,
-        placed.slots,
-        placed.slot_vectors,
-        placed.share,
-        placed.pieces,
-        placed.mail,
-        placed.barriers,
+        *numbers,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    index: int,
+    vocab: int,
+    problem: Problem,
+    x: torch.dtype,
+    y: torch.dtype,
+    weight: torch.dtype,
+    loss: torch.dtype,
+    want_sum: bool,
+    want: Wanted,
+    known: bool,
+    fits: bool,
+) -> tuple[Launcher, tuple[float, ...]]:
+    """The kernel, and those of its arguments that are the same in every call of such tensors."""
+    placed = layout(problem, vocab, x, y, want, known, fits)
+    fields = problem.kind, problem.form, problem.target_form, x, y, weight, loss, want_sum, want, problem.capped
+    temperatures = problem.temperatures
+    numbers = 1 / temperatures[0], 1 / temperatures[1], *problem.caps, problem.parameter
+    ring = placed.slots, placed.slot_vectors, placed.share, placed.pieces, placed.mail, placed.barriers
+    return _launcher(index, placed, *fields), (*numbers, *ring)
+
+
+def layout(
+    problem: Problem, vocab: int, x: torch.dtype, y: torch.dtype, want: Wanted, known: bool, fits: bool
+) -> plan.Layout:
+    """As of plan.logits, which knows no formula."""
+    both_logits = problem.form == problem.target_form == "logits"
+    keeps = both_logits and problem.has_slope and x.itemsize == y.itemsize == 2 and want == (True, False)
+    low_bytes = None if not keeps else 0 if problem.slope_is_short else 1
+    light = problem.is_crossed and not any(problem.capped)
+    return plan.logits(vocab, x, y, all(want), known, fits, low_bytes, light)
 
 
 @functools.cache
@@ -152,8 +174,11 @@ def _has_clusters(index: int) -> bool:
 def _in_phase(x: Tensor, y: Tensor, gradients: Gradients) -> bool:
     """Whether in every row vectors of all tensors begin at the same element."""
     width = plan.width(x.dtype, y.dtype)
-    tensors = [x, y, *(g for g in gradients if g is not None)]
-    phases = {t.data_ptr() // t.itemsize % width for t in tensors}
-    aligned = all(t.data_ptr() % t.itemsize == 0 for t in tensors)
-    steps = {t.stride(0) % width for t in tensors} if x.size(0) > 1 else {0}
-    return aligned and len(phases) == 1 and len(steps) == 1
+    first, step, has_steps = x.data_ptr() // x.itemsize % width, x.stride(0) % width, x.size(0) > 1
+    for t in (x, y, *gradients):
+        if t is None:
+            continue
+        element, rest = divmod(t.data_ptr(), t.itemsize)
+        if rest or element % width != first or (has_steps and t.stride(0) % width != step):
+            return False
+    return True

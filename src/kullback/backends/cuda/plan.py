@@ -69,6 +69,8 @@ class LogitsShape:
     groups: int  # rows that a block has in hand
     width: int  # elements of a 16-byte access
     min_blocks: int  # of a multiprocessor: bounds the registers
+    held: int = 0  # vectors of a row that a thread keeps in registers: all that it has
+    low_bytes: int | None = None  # of slopes, beside a row whose place they and masses take; None: they do not
 
     @property
     def threads(self) -> int:
@@ -85,6 +87,9 @@ class LogitsShape:
             "LETTER_BYTES": LETTER_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
+            "HELD": self.held,
+            "KEEPS_SLOPES": int(self.low_bytes is not None),
+            "LOW_BYTES": self.low_bytes or 0,
         }
 
 
@@ -104,7 +109,7 @@ class Layout:
 
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
-STATIC_BYTES = 1024  # of these, at most, for what a kernel declares
+STATIC_BYTES = 512  # of these, at most, for what a kernel declares
 BARRIER_BYTES = 8
 MAILBOXES, LETTER_BYTES = 2, 32
 SLOT_BYTES = 16 << 10
@@ -114,15 +119,27 @@ MAX_CLUSTER = 8  # the largest that every device admits
 # Threads that share a row and rows that a block has in hand, where a short share is to be had for many rows, and where
 # a row takes all the ring. With the warp that fetches, 16 warps leave a thread 128 registers, 17 leave it 96.
 TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+MAX_HELD = 4  # vectors of a row that a thread has registers for
 MANY_REGISTERS = 15 * 32  # threads of teams, at most, that leave room for a second gradient
 
 
 @functools.cache
-def logits(vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, fits: bool) -> Layout:
+def logits(
+    vocab: int,
+    x: torch.dtype,
+    y: torch.dtype,
+    both: bool,
+    known: bool,
+    fits: bool,
+    low_bytes: int | None = None,
+    light: bool = False,
+) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted; `known`: whether only gradients, of rows whose states are known; `fits`:
-    whether the device and the tensors admit rows on chip.
+    whether the device and the tensors admit rows on chip;
+    `low_bytes`: of slopes, beside rows whose place they and masses are to take; `light`: whether the formula leaves
+    registers for a row.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -132,7 +149,7 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, 
         share = math.ceil(vectors / cluster)
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
             slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
-            slot_bytes = slot_vectors * vector_bytes
+            slot_bytes = slot_vectors * (vector_bytes + (low_bytes or 0) * per_vector)
             mail = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
             free = SHARED - STATIC_BYTES - mail - groups * MAILBOXES * BARRIER_BYTES
             slots = free // (slot_bytes + 2 * BARRIER_BYTES)
@@ -141,9 +158,14 @@ def logits(vocab: int, x: torch.dtype, y: torch.dtype, both: bool, known: bool, 
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
-                shape = LogitsShape(False, True, lanes, groups, per_vector, 1)
+                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, 0, low_bytes)
                 barriers = slots * slot_bytes + mail
                 shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
                 return Layout(shape, cluster, slots, slot_vectors, share, pieces, slots * slot_bytes, barriers, shared)
-    lanes, groups = (32, 8) if short else (256, 1)
-    return Layout(LogitsShape(known, False, lanes, groups, per_vector, 3 if short and not both else 2), share=vectors)
+    if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
+        shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
+    elif short:
+        shape = LogitsShape(known, False, 32, 8, per_vector, 2 if both else 3)
+    else:
+        shape = LogitsShape(known, False, 256, 1, per_vector, 2)
+    return Layout(shape, share=vectors)
