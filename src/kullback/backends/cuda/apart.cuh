@@ -150,20 +150,21 @@ INLINE real close_logit_difference(real y, real y_scale, real x, real x_scale, r
     return bounded(k_logit_difference(y, y_scale, x, x_scale, shift, shift_low));
 }
 
-INLINE real close_gap(real d)
+/* The caller takes another value where |d| >= 1/2. */
+INLINE real close_small_gap(real d)
 {
     const real series[] = K_GAP_SERIES;
     real sum = series[K_GAP_TERMS - 1];
     K_UNROLL
     for (int k = K_GAP_TERMS - 2; k >= 0; k--)
         sum = sum * d + series[k];
-    return k_abs(d) < 0.5f ? d * d * sum : d + (apart_exp(-d) - 1);
+    return d * d * sum;
 }
 
-#define close_small_gap close_gap
-#define close_small_expm1 close_expm1
+INLINE real close_gap(real d) { return k_abs(d) < 0.5f ? close_small_gap(d) : d + (apart_exp(-d) - 1); }
 
-INLINE real close_expm1(real x)
+/* The same */
+INLINE real close_small_expm1(real x)
 {
     real sum = 1.9841270e-4f; /* Taylor's; the next term is 6e-8 of the whole at 1/2 */
     sum = sum * x + 1.3888889e-3f;
@@ -171,8 +172,10 @@ INLINE real close_expm1(real x)
     sum = sum * x + 4.1666667e-2f;
     sum = sum * x + 1.6666667e-1f;
     sum = sum * x + 0.5f;
-    return k_abs(x) < 0.5f ? x * x * sum + x : apart_exp(x) - 1;
+    return x * x * sum + x;
 }
+
+INLINE real close_expm1(real x) { return k_abs(x) < 0.5f ? close_small_expm1(x) : apart_exp(x) - 1; }
 
 INLINE real close_log_blend(real ratio, real a, real b)
 {
