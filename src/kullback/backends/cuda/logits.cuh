@@ -547,9 +547,11 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
 {
     survey = {};
     /* All threads measure against the row's first logits, and what the largest are likely to be above them, till that
-       proves too low: so tops need no merging. */
-    survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + USUAL_RANGE);
-    survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + USUAL_RANGE);
+       proves too low: so tops need no merging. Exponents are larger then, and their roundings too: not for float32. */
+    if (IS_NARROW) {
+        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + USUAL_RANGE);
+        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + USUAL_RANGE);
+    }
     each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
