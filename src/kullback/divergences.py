@@ -65,7 +65,8 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
-    slope: Value = 0.0  # d_log_q / q, of kinds without moments: kernels may keep it
+    slope_p: Value = 0.0  # d_log_p / p and d_log_q / q, of kinds without moments: kernels may keep these
+    slope_q: Value = 0.0
 
 
 class Moments(NamedTuple):
@@ -126,7 +127,7 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
     d_log_p, d_log_q = weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share)
-    return Element(term, d_log_p, d_log_q, slope=other * q_share)
+    return Element(term, d_log_p, d_log_q, slope_p=weight * p_share, slope_q=other * q_share)
 
 
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
@@ -138,8 +139,8 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     if x.centred:
         share = near(over, 0.25, log1p(over), log_part(x.p, mixture, log(part_of(x.p, mixture))))
         term = divergence_from(mixture, x.p, share, over)
-        slope = other * other * relative
-        return Element(term, mass_times(x.p, share - alpha * over), slope * x.q, slope=slope)
+        slope_p, slope_q = share - alpha * over, other * other * relative
+        return Element(term, mass_times(x.p, slope_p), slope_q * x.q, slope_p=slope_p, slope_q=slope_q)
     over = at_least(over, -1.0)
     # A mixture of subnormal masses may round to 0.
     apart = where(absolute(mixture) < 1e-45, 0.0, log_quotient(x.p, mixture))
@@ -151,7 +152,7 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
 def total_variation(x: Pair) -> Element:
     """½ Σ |p - q|; the gradient at ties is 0"""
     half = half_sign(x.excess)
-    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q, slope=half)
+    return Element(0.5 * absolute(x.excess), -(half * x.p), half * x.q, slope_p=-half, slope_q=half)
 
 
 def hellinger(x: Pair) -> Element:

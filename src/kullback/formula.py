@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -198,26 +198,32 @@ def log_part(mass: Value, mixture: Value, share: Value) -> Value:
     return share
 
 
-def factored(x: Value) -> tuple[Value, Value]:
-    """(what is the same for all elements of a row, the rest), whose product is x in a row that is apart."""
-    if not isinstance(x, Symbol):
-        return x, 1.0
-    match x.op, x.args:
-        case "mul", (a, b) if _is_common(a) or _is_common(b):
-            common, other = (a, b) if _is_common(a) else (b, a)
-            factor, rest = factored(other)
-            return common * factor, rest
-        case "neg", (a,):
-            factor, rest = factored(a)
-            return -factor, rest
-        case "near", (_, _, _, apart):
-            return factored(apart)
-        case "mass_times", (mass, a):
-            factor, rest = factored(a)
-            return factor, mass_times(mass, rest)
-        case "logit_log_part", args:
-            return math.log(2), _node("logit_log2_part", *args)
-    return 1.0, x
+class Affine(NamedTuple):
+    """factor · rest + offset, of which only the rest differs between elements of a row."""
+
+    factor: Value
+    offset: Value
+    rest: Value
+
+
+def affine(x: Value) -> Affine:
+    """What x is in a row that is apart."""
+    if isinstance(x, Symbol):
+        match x.op, x.args:
+            case "mul", (a, b) if _is_common(a) or _is_common(b):
+                common, other = (a, b) if _is_common(a) else (b, a)
+                factor, offset, rest = affine(other)
+                return Affine(common * factor, common * offset, rest)
+            case "neg", (a,):
+                factor, offset, rest = affine(a)
+                return Affine(-factor, -offset, rest)
+            case "near", (_, _, _, apart):
+                return affine(apart)
+            case "logit_log_part", arguments:
+                return Affine(math.log(2), 0.0, _node("logit_log2_part", *arguments))
+            case "half_sign", (a,):
+                return Affine(1.0, -0.5, _node("step", a))
+    return Affine(1.0, 0.0, x)
 
 
 def _is_common(x: Value) -> bool:
@@ -238,6 +244,10 @@ def small_bregman(z: Value) -> Value:
 
 def _half_sign(x: Tensor) -> Tensor:
     return 0.5 * torch.sign(x)
+
+
+def _step(x: Tensor) -> Tensor:
+    return 0.5 + _half_sign(x)
 
 
 def _abs(x: Tensor) -> Tensor:
@@ -364,6 +374,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "abs": _abs,
     "half_sign": _half_sign,
+    "step": _step,
     "where": torch.where,
     "exp": torch.exp,
     "expm1": torch.expm1,

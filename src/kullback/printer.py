@@ -6,7 +6,7 @@ import torch
 
 from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS
-from kullback.formula import Program, Value, factored, variable
+from kullback.formula import Program, Value, affine, variable
 from kullback.rows import ROW_VARIABLES, Problem
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -53,34 +53,33 @@ INLINE Finish finish(double total, Parameters parameters)
 
 
 def print_slopes(problem: Problem) -> str:
-    """What a row that is apart is summed by, where a kind has slopes: `Parts apart_parts(x, y, row, parameters)`.
+    """Of a kind that has slopes, `Parts apart_parts(x, y, row, parameters)`: masses and slopes of a row that is apart.
 
-    Of its d_log_p and slope the row's `apart_factors` are left out.
+    Slopes are what is left of them when the row's `apart_affinity` is taken out.
     """
     element = problem.formula.element
     macro = f"#define HAS_SLOPE {int(problem.has_slope)}\n"
     if not problem.has_slope:
         return macro
     names = _names(problem)
-    split = {name: factored(element[name]) for name in ("d_log_p", "slope")}
-    common = Program({name: factor for name, (factor, _) in split.items()})
-    parts = Program({name: rest for name, (_, rest) in split.items()} | {"mass": element["mass"]})
-    factors, factor = print_steps(common, "real", names, "apart_")
-    body, part = print_steps(parts, "real", names, "apart_")
+    p, q = affine(element["slope_p"]), affine(element["slope_q"])
+    common = Program({"factor_p": p.factor, "offset_p": p.offset, "factor_q": q.factor, "offset_q": q.offset})
+    parts = Program({"p": element["p"], "q": element["q"], "slope_p": p.rest, "slope_q": q.rest})
     return f"""\
-{macro}typedef struct {{ real d_log_p, slope; }} Factors;
-typedef struct {{ real mass, d_log_p, slope; }} Parts;
-INLINE Factors apart_factors(Row row, Parameters parameters)
+{macro}typedef struct {{ real {", ".join(common.outputs)}; }} Affinity;
+typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
+INLINE Affinity apart_affinity(Row row, Parameters parameters)
 {{
-{factors}    Factors result = {{ {factor["d_log_p"]}, {factor["slope"]} }};
-    return result;
-}}
+{_print_result("Affinity", common, names)}}}
 INLINE Parts apart_parts(real x, real y, Row row, Parameters parameters)
 {{
-{body}    Parts result = {{ {part["mass"]}, {part["d_log_p"]}, {part["slope"]} }};
-    return result;
-}}
+{_print_result("Parts", parts, names)}}}
 """
+
+
+def _print_result(name: str, program: Program, names: dict[str, str]) -> str:
+    body, results = print_steps(program, "real", names, "apart_")
+    return f"{body}    {name} result = {{ {', '.join(results.values())} }};\n    return result;\n"
 
 
 def tame_ranges(form: str, target_form: str) -> dict[str, str]:

@@ -84,13 +84,13 @@ class Problem:
 
     @property
     def has_slope(self) -> bool:
-        """Whether the kind says what d_log_q / q is."""
-        return bool(self.formula.element["slope"] != 0.0)
+        """Whether the kind says what d_log_p / p and d_log_q / q are."""
+        return bool(self.formula.element["slope_q"] != 0.0)
 
     @property
     def slope_is_short(self) -> bool:
-        """Whether the first 16 bits of a float32 hold the slope."""
-        slope = self.formula.element["slope"]
+        """Whether the first 16 bits of a float32 hold the input's slope."""
+        slope = self.formula.element["slope_q"]
         return isinstance(slope, Symbol) and slope.op == "half_sign"
 
     @property
@@ -152,8 +152,10 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, norm),
             "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, target_norm),
             "excess": masses.excess,
-            "mass": masses.q,
-            "slope": element.slope,
+            "p": masses.p,
+            "q": masses.q,
+            "slope_p": element.slope_p,
+            "slope_q": element.slope_q,
         },
         Program(finish._asdict()),
         finish.slope == 1.0,

@@ -116,7 +116,8 @@ INLINE real apart_log_blend(real ratio, real a, real b)
 }
 
 /* Where x is no smaller than masses that show */
-INLINE real apart_half_sign(real x) { return __saturatef(fmaf(x, 1e30f, 0.5f)) - 0.5f; }
+INLINE real apart_step(real x) { return __saturatef(fmaf(x, 1e30f, 0.5f)); }
+INLINE real apart_half_sign(real x) { return apart_step(x) - 0.5f; }
 
 INLINE real close_logit_root(real x, real top, real scale, real inverse_total)
 {

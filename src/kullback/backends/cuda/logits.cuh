@@ -714,8 +714,8 @@ INLINE Sums summed<APART>(const Arguments &a, const Share &share, Ring &ring, Te
     const Row row = row_of<APART>(a, survey, sums, usual, correction);
     const auto add = [&](float x, float y) {
         const Parts parts = apart_parts(x, y, row, parameters);
-        sums.d_log_p += parts.d_log_p;
-        sums.d_log_q += parts.mass * parts.slope;
+        sums.d_log_p += parts.p * parts.slope_p;
+        sums.d_log_q += parts.q * parts.slope_q;
         return parts;
     };
     each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place place) {
@@ -724,19 +724,20 @@ INLINE Sums summed<APART>(const Arguments &a, const Share &share, Ring &ring, Te
         for (int k = 0; k < WIDTH; k++) {
             const float q = input_of(a, at(x, k));
             const Parts parts = add(q, target_of(a, at(y, k)));
-            masses[k] = INPUT_IS_CAPPED ? parts.mass * cap_slope(q, a.input_cap) : parts.mass;
-            slopes[k] = parts.slope;
+            masses[k] = INPUT_IS_CAPPED ? parts.q * cap_slope(q, a.input_cap) : parts.q;
+            slopes[k] = parts.slope_q;
         }
 #if KEEPS_SLOPES
         keep(ring, place, masses, slopes);
 #endif
     });
     each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
-    sums = exchanged(a, ring, team, sums);
-    const Factors factors = apart_factors(row, parameters);
-    sums.d_log_p *= factors.d_log_p;
-    sums.d_log_q *= factors.slope;
-    return of_masses(a, survey, sums);
+    sums = of_masses(a, survey, exchanged(a, ring, team, sums));
+    const Affinity common = apart_affinity(row, parameters);
+    sums.d_log_p = common.factor_p * sums.d_log_p + common.offset_p;
+    sums.d_log_q = common.factor_q * sums.d_log_q + common.offset_q;
+    sums.term = sums.d_log_p + sums.d_log_q;
+    return sums;
 }
 #endif
 
@@ -771,7 +772,8 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
         Packed<Y> target;
 #if KEEPS_SLOPES
         if (VOCABULARY == APART) {
-            const float of_slope = input_upstream * apart_factors(row, parameters).slope, less = -input_upstream * row.input_sum_gradient;
+            const Affinity common = apart_affinity(row, parameters);
+            const float of_slope = input_upstream * common.factor_q, less = input_upstream * (common.offset_q - row.input_sum_gradient);
             float masses[WIDTH], slopes[WIDTH];
             kept(place, x, y, masses, slopes);
 #pragma unroll
