@@ -114,7 +114,7 @@ def test_masses_and_slopes_in_the_place_of_rows(vocab, kind, dtype):
     assert relative_error(loss, (truth * weight).sum()) < 1e-5
     assert written[x == -torch.inf].count_nonzero() == 0
     for ours, theirs in zip(written, expected, strict=True):
-        assert relative_error(ours, theirs) < 4e-3
+        assert relative_error(ours, theirs) < (4e-3 if dtype == torch.bfloat16 else 1e-3)
     if dtype == torch.bfloat16:
         ulps = (written.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()).abs()
         assert (ulps[written != 0] > 1).double().mean() < 1e-3

@@ -151,7 +151,8 @@ def layout(
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
     both_logits = problem.form == problem.target_form == "logits"
-    keeps = both_logits and problem.has_slope and x.itemsize == y.itemsize == 2 and want == (True, False)
+    # A float16 gradient has more digits than a mass that is kept.
+    keeps = both_logits and problem.has_slope and x == torch.bfloat16 and y.itemsize == 2 and want == (True, False)
     low_bytes = None if not keeps else 0 if problem.slope_is_short else 1
     light = problem.is_crossed and not any(problem.capped)
     return plan.logits(vocab, x, y, all(want), known, fits, low_bytes, light)
