@@ -151,3 +151,15 @@ def test_sparse_teachers(path, generator):
                 found.append((loss, *torch.autograd.grad(loss.sum(), x)))
         for mine, other in zip(*found, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["kl", "renyi"])
+def test_rows_without_words(path, kind):
+    x, y = torch.empty(3, 0, dtype=torch.bfloat16, requires_grad=True), torch.empty(3, 0, dtype=torch.bfloat16)
+    for reduction in ("sum", "none"):
+        loss = kullback.divergence(x, y, kind, reduction=reduction)
+        assert kullback.backend_info().name == "cuda"
+        assert not loss.any()
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.shape == x.shape

@@ -82,9 +82,10 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
    mean error is taken off where the difference is small. */
 INLINE real apart_logit_log2_part(real x, real top, real scale, real, real mixture, real share)
 {
+    const real least = -1e30f; /* still a number after a factor */
     if (!IS_NARROW)
-        return share * 1.44269504f;
-    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e30f); /* still a number after a factor */
+        return fmaxf(share, least) * 1.44269504f;
+    const real exponent = fmaxf(fmaf(x, binary(scale), -top), least);
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
     return fmaf(power, LG2_MEAN_SLOPE, exponent - power);
 }

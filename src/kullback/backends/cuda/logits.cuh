@@ -38,7 +38,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-#define USUAL_RANGE 12
+#define USUAL_RANGE 12 /* of a row's largest logit above its first */
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
