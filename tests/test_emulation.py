@@ -163,3 +163,26 @@ def test_rows_without_words(path, kind):
         assert not loss.any()
         (gradient,) = torch.autograd.grad(loss.sum(), x)
         assert gradient.shape == x.shape
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [0.05, 0.1, 1 / 7, 0.2, 5.0])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
+def test_a_common_top_at_any_temperature(path, generator, kind, temperature, dtype):
+    """First logits that are the row's largest, its least, and any."""
+    y = sample("logits", (9, 2507), generator, dtype)
+    x = (y.float() + torch.randn(y.shape, generator=generator) * temperature).to(dtype)
+    for t in (x, y):
+        t[0, 0], t[1, 0], t[2, 0] = t[0].max() + 1, t[1].min(), -inf
+    x[3, 0], y[4, 0] = x[3].max() + 9, y[4].max() + 9
+    leaves = [t.double().requires_grad_() for t in (x, y)]
+    params = oracle.PARAMETERS[kind]
+    truth = oracle.divergence(*(leaf / temperature for leaf in leaves), kind, **params)
+    ours = x.clone().requires_grad_()
+    losses = kullback.divergence(ours, y, kind, temperature=temperature, reduction="none", **params)
+    for mine, other in zip(losses, truth, strict=True):
+        assert other < 1e-7 or relative_error(mine, other) < 1e-5
+    gradient = torch.autograd.grad(losses.sum(), ours)[0]
+    expected = torch.autograd.grad(truth.sum(), leaves[0])[0]
+    assert relative_error(gradient, expected) < 4e-3

@@ -120,9 +120,7 @@ class Problem:
 class Formula(NamedTuple):
     """What a row element and a row sum become, over named variables."""
 
-    element: dict[
-        str, Value
-    ]  # term, d_log_p, d_log_q; pulled back to the elements: input, target; also excess, mass, slope
+    element: dict[str, Value]  # term, partials, excess, masses, slopes; pulled back to the elements: input, target
     finish: Program  # of total: loss, slope
     finish_is_linear: bool  # slope 1: a gradient can be written before the row's sum is known
     finish_is_identity: bool

@@ -95,7 +95,8 @@ workspace.kept = []
 @contextlib.contextmanager
 def emulated(monkeypatch):
     """Inside, the CUDA path's verbs run on CPU tensors; rows stay off the chip."""
-    caches = [cuda._launcher, cuda._scaler, logits._launcher, support._launcher, support._entries_launcher]
+    caches = [cuda._launcher, cuda._scaler, logits._prepared, logits._launcher]
+    caches += [support._launcher, support._entries_launcher]
     for module in (cuda, logits, support):
         monkeypatch.setattr(module, "Launcher", Launcher)
     for module in (cuda, logits):

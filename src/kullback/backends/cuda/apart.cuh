@@ -82,7 +82,7 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
    mean error is taken off where the difference is small. */
 INLINE real apart_logit_log2_part(real x, real top, real scale, real, real mixture, real share)
 {
-    const real least = -1e30f; /* still a number after a factor */
+    const real least = -1e4f; /* of no mass; still a number after any factor */
     if (!IS_NARROW)
         return fmaxf(share, least) * 1.44269504f;
     const real exponent = fmaxf(fmaf(x, binary(scale), -top), least);
@@ -101,7 +101,7 @@ INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
 INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL); }
 INLINE real apart_mass_times(real mass, real x) { return mass * x; }
 INLINE real apart_ratio_or_zero(real x, real y) { return tame_ratio_or_zero(x, y > 1e-37f ? y : 1e-37f); }
-INLINE real apart_part_of(real x, real whole) { return apart_ratio_or_zero(x, whole); }
+INLINE real apart_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole > 1e-30f ? whole : 1e-30f); }
 
 INLINE real apart_sqrt(real x)
 {

@@ -38,7 +38,9 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-#define USUAL_RANGE 12 /* of a row's largest logit above its first */
+/* of a row's largest logit above its first, in nats; and what is left of a total that no top was above */
+#define USUAL_RANGE 12.0f
+#define LEAST_TOTAL 1e-20f
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
@@ -539,7 +541,7 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
     each_end(share, team, [&](int i) { f(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-INLINE bool is_usual(float total) { return total > 0 && total < 1e30f; }
+INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < 1e30f; }
 
 /* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
    above NO_TOP, in two: then totals are of exp((x - top)·scale), terms are not summed, and the result is false. */
@@ -549,8 +551,8 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
     /* All threads measure against the row's first logits, and what the largest are likely to be above them, till that
        proves too low: so tops need no merging. Exponents are larger then, and their roundings too: not for float32. */
     if (IS_NARROW) {
-        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + USUAL_RANGE);
-        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + USUAL_RANGE);
+        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + fminf(USUAL_RANGE, USUAL_RANGE / a.input_scale));
+        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + fminf(USUAL_RANGE, USUAL_RANGE / a.target_scale));
     }
     each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
