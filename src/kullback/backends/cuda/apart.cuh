@@ -82,10 +82,9 @@ INLINE real apart_logit_difference(real y, real y_scale, real x, real x_scale, r
    mean error is taken off where the difference is small. */
 INLINE real apart_logit_log2_part(real x, real top, real scale, real, real mixture, real share)
 {
-    const real least = -1e4f; /* of no mass; still a number after any factor */
-    if (!IS_NARROW)
-        return fmaxf(share, least) * 1.44269504f;
-    const real exponent = fmaxf(fmaf(x, binary(scale), -top), least);
+    if (!IS_NARROW) /* a bounded ratio stays a number, an infinite one does not */
+        return (share < -1e38f && share > -K_INFINITY ? -1e38f : share) * 1.44269504f;
+    const real exponent = fmaxf(fmaf(x, binary(scale), -top), -1e4f); /* of no mass; a number after any factor */
     const real power = log2_of(mixture > SMALLEST_NORMAL ? mixture : SMALLEST_NORMAL);
     return fmaf(power, LG2_MEAN_SLOPE, exponent - power);
 }
