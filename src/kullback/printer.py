@@ -6,8 +6,8 @@ import torch
 
 from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS
-from kullback.formula import Program, Value, affine, variable
-from kullback.rows import ROW_VARIABLES, Problem
+from kullback.formula import Program, affine
+from kullback.rows import ROW_VARIABLES, Problem, sums_of_moments
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
 TYPES = {  # of elements, as kernels call them
@@ -70,15 +70,16 @@ def print_slopes(problem: Problem) -> str:
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Affinity apart_affinity(Row row, Parameters parameters)
 {{
-{_print_result("Affinity", common, names)}}}
+{_print_result("Affinity", common, names, "apart_")}}}
 INLINE Parts apart_parts(real x, real y, Row row, Parameters parameters)
 {{
-{_print_result("Parts", parts, names)}}}
+{_print_result("Parts", parts, names, "apart_")}}}
 """
 
 
-def _print_result(name: str, program: Program, names: dict[str, str]) -> str:
-    body, results = print_steps(program, "real", names, "apart_")
+def _print_result(name: str, program: Program, names: dict[str, str], prefix: str) -> str:
+    """The body of a function that returns the program's outputs as a struct of that name."""
+    body, results = print_steps(program, "real", names, prefix)
     return f"{body}    {name} result = {{ {', '.join(results.values())} }};\n    return result;\n"
 
 
@@ -97,35 +98,22 @@ def _names(problem: Problem) -> dict[str, str]:
 
 
 def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
-    body, results = print_steps(program, "real", names, prefix)
     return f"""\
 INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 {{
-{body}    Element result = {{ {", ".join(results[name] for name in ELEMENT)} }};
-    return result;
-}}
+{_print_result("Element", program, names, prefix)}}}
 """
 
 
 def _print_moments(kind: str, names: dict[str, str]) -> str:
     """`of_moments` (divergences.py) and the exponent of its overlap; macros say which moments it wants."""
-    divergence = DIVERGENCES[kind]
     macros = dict.fromkeys(("HAS_MOMENTS", *(f"HAS_{name.upper()}" for name in Moments._fields)), 0)
-    if divergence.of_moments is None:
+    found = sums_of_moments(kind)
+    if found is None:
         return _print_macros(macros)
-    exponents: list[Value] = []
-
-    def overlap(exponent: Value) -> Value:
-        exponents.append(exponent)
-        return variable("overlap")
-
-    moments = Moments(variable("cross_p"), variable("cross_q"), overlap)
-    parameters = {name: variable(name) for name in divergence.parameters}
-    term, d_log_p, d_log_q, *_ = divergence.of_moments(moments, **parameters)
-    sums = Program({"term": term, "d_log_p": d_log_p, "d_log_q": d_log_q})
-    body, results = print_steps(sums, "real", names, "apart_")
+    sums, asked = found
     wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
-    _, exponent = print_steps(Program({"exponent": exponents[0] if exponents else 0.0}), "real", names, "")
+    _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
     macros |= {"HAS_MOMENTS": 1, **{f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}}
     return f"""\
 {_print_macros(macros)}INLINE real overlap_exponent(Parameters parameters)
@@ -134,9 +122,7 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
 }}
 INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters parameters)
 {{
-{body}    Element result = {{ {results["term"]}, {results["d_log_p"]}, {results["d_log_q"]} }};
-    return result;
-}}
+{_print_result("Element", sums, names, "apart_")}}}
 """
 
 

@@ -96,17 +96,8 @@ class Problem:
     @property
     def is_crossed(self) -> bool:
         """Whether the sums of a row follow from Σ p log(p/q) and Σ q log(p/q)."""
-        divergence = DIVERGENCES[self.kind]
-        powers: list[Value] = []
-
-        def overlap(exponent: Value) -> Value:
-            powers.append(exponent)
-            return 0.5
-
-        if divergence.of_moments is not None:
-            divergence.of_moments(Moments(0.0, 0.0, overlap), **divergence.parameters)
-        has_only_logits = self.form == self.target_form == "logits"
-        return has_only_logits and divergence.of_moments is not None and not powers
+        found = sums_of_moments(self.kind)
+        return self.form == self.target_form == "logits" and found is not None and found.exponent is None
 
     @property
     def formula(self) -> Formula:
@@ -159,6 +150,32 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
         finish.slope == 1.0,
         finish.loss is total,
     )
+
+
+class SumsOfMoments(NamedTuple):
+    """A row's sums over variables cross_p, cross_q and overlap."""
+
+    sums: Program  # term, d_log_p, d_log_q
+    exponent: Value | None  # a of the overlap Σ p^a q^(1-a); None where none is asked for
+
+
+@functools.cache
+def sums_of_moments(kind: str) -> SumsOfMoments | None:
+    """`of_moments` (divergences.py) traced, or None of a kind that has none."""
+    divergence = DIVERGENCES[kind]
+    if divergence.of_moments is None:
+        return None
+    exponents: list[Value] = []
+
+    def overlap(exponent: Value) -> Value:
+        exponents.append(exponent)
+        return variable("overlap")
+
+    moments = Moments(variable("cross_p"), variable("cross_q"), overlap)
+    parameters = {name: variable(name) for name in divergence.parameters}
+    term, d_log_p, d_log_q, *_ = divergence.of_moments(moments, **parameters)
+    sums = Program({"term": term, "d_log_p": d_log_p, "d_log_q": d_log_q})
+    return SumsOfMoments(sums, exponents[0] if exponents else None)
 
 
 class LogSumExp(NamedTuple):

@@ -100,6 +100,7 @@ INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
 INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL); }
 INLINE real apart_mass_times(real mass, real x) { return mass * x; }
 INLINE real apart_ratio_or_zero(real x, real y) { return tame_ratio_or_zero(x, y > 1e-37f ? y : 1e-37f); }
+/* Of a mixture that does not show, bounded so far that a factor leaves it a number */
 INLINE real apart_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole > 1e-30f ? whole : 1e-30f); }
 
 INLINE real apart_sqrt(real x)

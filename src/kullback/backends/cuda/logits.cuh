@@ -38,7 +38,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-/* of a row's largest logit above its first, in nats; and what is left of a total that no top was above */
+/* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
 #define USUAL_RANGE 12.0f
 #define LEAST_TOTAL 1e-20f
 /* No logit, but all that are masked by the least float lie below it */

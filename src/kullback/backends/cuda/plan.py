@@ -158,7 +158,7 @@ def logits(
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
-                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, 0, low_bytes)
+                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, low_bytes=low_bytes)
                 barriers = slots * slot_bytes + mail
                 shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
                 return Layout(shape, cluster, slots, slot_vectors, share, pieces, slots * slot_bytes, barriers, shared)
