@@ -12,6 +12,7 @@ from tests import emulation, oracle
 from tests.conftest import relative_error, sample
 
 inf = math.inf
+SMOOTH = [kind for kind in oracle.PARAMETERS if kind != "total_variation"]
 emulated = pytest.mark.parametrize("path", ["emulated"], indirect=True)
 
 
@@ -49,6 +50,81 @@ def test_logits(path, generator, kind, dtype, vocab):
             assert relative_error(mine[weight != 0], other) < bound
             assert mine[4].abs().sum() == 0
             assert mine[2].abs().max() == 0 or kind in ("alpha", "renyi", "hellinger", "chi2")
+
+
+@emulated
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.bfloat16) for kind in SMOOTH] + [("kl", torch.float32)])
+def test_close_rows_and_elements_that_are_not(path, generator, kind, dtype):
+    """Close in most words; far in few of them; in all but the one that has the mass; masked in many, or on one side.
+
+    More than 32 vectors for each thread, the last row's last element in none; the gradient also over the logits.
+    """
+    rows, vocab = 6, 70003 if dtype == torch.bfloat16 else 35001
+    y = 3 * torch.randn(rows, vocab, generator=generator)
+    noise = torch.randn(rows, vocab, generator=generator)
+    x = y + 0.02 * noise
+    x[1, ::97] += 2 * noise[1, ::97]
+    y[2, 7] = 30
+    x[2] = y[2] + noise[2]
+    x[3, 9:4000] = y[3, 9:4000] = -inf
+    x[4] = y[4] + 1e-3 * noise[4] + 40
+    if kind in ("kl", "jensen_shannon", "skew_kl"):
+        y[5, 11] = -inf
+    x, y = x.to(dtype), y.to(dtype)
+    if kind in ("hellinger", "chi2"):  # the textbook's are NaN there
+        x[3], y[3] = x[0], y[0]
+    params = oracle.PARAMETERS[kind]
+    leaves = [t.double().requires_grad_() for t in (x, y)]
+    truth = oracle.divergence(*leaves, kind, **params)
+    expected = torch.autograd.grad(truth.sum(), leaves)
+    losses = kullback.divergence(x, y, kind, reduction="none", **params)
+    assert (losses >= 0).all()
+    shows = truth.detach() > 1e-7
+    assert shows.sum() >= rows - 1
+    assert relative_error(losses[shows], truth.detach()[shows]) < 1e-5
+    assert relative_error(losses[shows] / truth.detach()[shows], torch.ones(int(shows.sum()))) < 1e-5
+    bound = 2e-6 if dtype == torch.float32 else 4e-3
+    for reduction in ("sum", "none"):
+        ours = [t.clone().requires_grad_() for t in (x, y)]
+        loss = kullback.divergence(*ours, kind, reduction=reduction, **params).sum()
+        for mine, other in zip(torch.autograd.grad(loss, ours), expected, strict=True):
+            for row in shows.nonzero().flatten().tolist():
+                assert relative_error(mine[row], other[row]) < bound
+    written = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        kullback.divergence(leaf * 1, y, kind, reduction="sum", inplace=inplace, **params).backward()
+        written.append(leaf.grad)
+    assert torch.equal(*written)
+
+
+@emulated
+def test_a_constant_does_not_show_in_close_rows(path, generator):
+    """Numbers that float16 holds with the constant too."""
+    y = torch.randint(-128, 128, (16, 2504), generator=generator) / 16
+    x = y + torch.randint(-3, 4, (16, 2504), generator=generator) / 16
+    x, y = x.half(), y.half()
+    plain, shifted = (kullback.divergence(x + c, y + c, reduction="none") for c in (0, 100))
+    assert relative_error(shifted / plain, torch.ones(16)) < 1e-6
+
+
+@emulated
+def test_close_rows_that_powers_do_not_reach(path, generator):
+    """Another temperature on each side; a parameter far out."""
+    y = 3 * torch.randn(3, 2503, generator=generator)
+    x = y + 0.02 * torch.randn(3, 2503, generator=generator)
+    for kind, options, params in (
+        ("kl", {"temperature": 1.0, "target_temperature": 1.05}, {}),
+        ("alpha", {}, {"alpha": 5.0}),
+    ):
+        leaf = x.double().requires_grad_()
+        truth = oracle.divergence(leaf, y.double(), kind, **options, **params)
+        ours = x.clone().requires_grad_()
+        losses = kullback.divergence(ours, y, kind, reduction="none", **options, **params)
+        assert relative_error(losses, truth) < 1e-5
+        assert (
+            relative_error(torch.autograd.grad(losses.sum(), ours)[0], torch.autograd.grad(truth.sum(), leaf)[0]) < 2e-6
+        )
 
 
 @emulated

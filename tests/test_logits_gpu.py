@@ -120,6 +120,42 @@ def test_masses_and_slopes_in_the_place_of_rows(vocab, kind, dtype):
         assert (ulps[written != 0] > 1).double().mean() < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [kind for kind in oracle.PARAMETERS if kind != "total_variation"])
+@pytest.mark.parametrize("vocab", [128256, 50257, 262144])
+def test_close_rows_and_elements_that_are_not(vocab, kind, dtype):
+    """Close in all words, far in few, in many, in all but one that has the mass; the gradient also over the logits."""
+    rows = 24
+    generator = torch.Generator("cuda").manual_seed(0)
+    y, noise = 3 * torch.randn(2, rows, vocab, device="cuda", generator=generator)
+    share = torch.rand(rows, vocab, device="cuda", generator=generator)
+    x = y + torch.logspace(-4, -1.5, rows, device="cuda")[:, None] * noise
+    for row in range(0, rows, 3):
+        x[row] += noise[row] * (share[row] < (1e-5, 1e-3, 1e-2, 1e-1)[row // 3 % 4])
+    y[1::4, 77] = 40
+    x[1::4] = y[1::4] + noise[1::4] / 3
+    x, y = x.to(dtype), y.to(dtype)
+    params = oracle.PARAMETERS[kind]
+    a = x.double().requires_grad_()
+    truth = oracle.divergence(a, y.double(), kind, **params)
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    shows = (truth.detach() > 1e-7).nonzero().flatten().tolist()
+    losses = kullback.divergence(x, y, kind, reduction="none", **params)
+    written = []
+    for inplace in (False, True):
+        b = x.clone().requires_grad_()
+        kullback.divergence(b * 1, y, kind, reduction="sum", inplace=inplace, **params).backward()
+        written.append(b.grad)
+    assert torch.equal(*written)
+    c = x.clone().requires_grad_()
+    kullback.divergence(c, y, kind, reduction="none", **params).sum().backward()
+    assert len(shows) > rows / 2
+    for row in shows:
+        assert relative_error(losses[row], truth[row]) < (2e-5 if kind in ("jensen_shannon", "skew_kl") else 1e-5)
+        for ours in (written[0][row], c.grad[row]):
+            assert relative_error(ours, expected[row]) < (4e-3 if dtype == torch.bfloat16 else 3e-6)
+
+
 def kernel_gradient(x, y, kind, weight):
     """What the sum's kernel writes where eager calls leave it to backward."""
     problem = Problem(kind, "logits", "logits", (*NUMBERS, *oracle.PARAMETERS[kind].values()))

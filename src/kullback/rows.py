@@ -20,6 +20,7 @@ from torch import Tensor
 from kullback.divergences import DIVERGENCES, Element, Finish, Moments
 from kullback.forms import FORMS, Norm, Shift, pair
 from kullback.formula import Program, Symbol, Value, variable
+from kullback.series import Series, series
 
 ROW_VARIABLES = (
     *(f"{side}_{field}" for side in ("input", "target") for field in Norm._fields),
@@ -98,6 +99,19 @@ class Problem:
         """Whether the sums of a row follow from Σ p log(p/q) and Σ q log(p/q)."""
         found = sums_of_moments(self.kind)
         return self.form == self.target_form == "logits" and found is not None and found.exponent is None
+
+    @property
+    def series(self) -> Series | None:
+        """Of elements near p = q; None where rows are not normalised, or so few powers do not reach."""
+        if self.form != "logits" or self.target_form != "logits":
+            return None
+        return series(self.kind, self.numbers[len(NUMBERS) :])
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether there is one for the default parameters."""
+        defaults = tuple(DIVERGENCES[self.kind].parameters.values())
+        return Problem(self.kind, self.form, self.target_form, (*NUMBERS, *defaults)).series is not None
 
     @property
     def formula(self) -> Formula:

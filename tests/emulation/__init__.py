@@ -36,7 +36,7 @@ def on_cpu(source: str) -> str:
 
     source = UNARY.sub(call, source)
     source = SHARED_VECTOR.sub(r"words[i] = *(\1);", source)
-    source = source.replace('asm("" : "+f"(x));', 'asm("" : "+x"(x));')
+    source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
     source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
     source = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"static \1 *const \2 = (\1 *)gpu::shared;", source)
     return "#pragma once\n" + (HERE / "gpu.h").read_text() + source

@@ -134,6 +134,7 @@ template <typename To, typename From> static To bits_of(From x)
 #define __fsqrt_rn(x) sqrtf(x)
 
 static inline float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1) : 0; /* NaN: 0 */ }
+static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by)
 {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));

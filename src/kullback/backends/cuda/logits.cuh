@@ -8,6 +8,7 @@
    WANT_SUM, WANT_INPUT, WANT_TARGET  what to compute
    KNOWN                            whether the rows' states are known
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
+   HAS_SERIES, POWERS               whether the kind is a series in powers of the log-ratio near p = q (series.py); so many
    KEEPS_SLOPES, LOW_BYTES          whether the sweep that sums a row that is apart leaves masses and slopes in its place;
                                     bytes of a slope beside it
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
@@ -33,6 +34,8 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_OVERLAP 0
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
+/* Whether a sample of the row says what to try first, so that rows that are close need not be summed as if apart */
+#define IS_SAMPLED (HAS_SERIES && !IS_SURVEYED)
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
@@ -82,6 +85,13 @@ INLINE float rounded_once(float x)
     return x;
 }
 
+/* Not to be found, with what follows from it, before a loop: registers would keep it in there. */
+INLINE float found_here(float x)
+{
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
 struct Arguments {
     const X *x;
     const Y *y;
@@ -100,6 +110,7 @@ struct Arguments {
     float input_scale, target_scale; /* 1 / temperature */
     float input_cap, target_cap;
     float exponent;                  /* of the overlap that a survey sums */
+    long long series[POWERS];        /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
     int slots, slot_vectors, share, pieces; /* of the ring; vectors of a slot, of a block's share of a row; slots that it takes */
     int mail, barriers;                     /* offsets; the mail: [GROUPS, MAILBOXES, size · WARPS] letters */
 };
@@ -112,7 +123,11 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
    factor is binary(scale) and the second product is rounded. */
 struct alignas(16) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
+#if IS_SAMPLED
+    float count = 0, first = 0, second = 0; /* of a sample: its elements, Σ of their log-ratios and of these squared */
+#else
     float cross_p = 0, cross_q = 0, overlap = 0; /* as divergences.py has them; logarithms are to base 2 */
+#endif
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -179,10 +194,25 @@ struct alignas(16) Survey {
         }
         x_total += x_part;
         y_total += y_part;
+#if !IS_SAMPLED
         cross_p += cross_p_part;
         cross_q += cross_q_part;
         overlap += overlap_part;
+#endif
     }
+
+#if IS_SAMPLED
+    INLINE void sample(float ratio)
+    {
+        const bool counts = fabsf(ratio) < 1e4f; /* of words that are masked on neither side */
+        count += counts ? 1 : 0;
+        first += counts ? ratio : 0;
+        second += counts ? ratio * ratio : 0;
+    }
+
+    /* The variance of log-ratios; the same to the bit when the sides are exchanged */
+    INLINE float spread() const { return second / count - product(first / count, first / count); }
+#endif
 
     INLINE void merge(Survey other, const Arguments &a)
     {
@@ -191,9 +221,15 @@ struct alignas(16) Survey {
         other.raise(x_higher, y_higher, a);
         x_total += other.x_total;
         y_total += other.y_total;
+#if IS_SAMPLED
+        count += other.count;
+        first += other.first;
+        second += other.second;
+#else
         cross_p += other.cross_p;
         cross_q += other.cross_q;
         overlap += other.overlap;
+#endif
     }
 
     /* of a part of which nothing has been seen yet */
@@ -213,12 +249,18 @@ struct alignas(16) Survey {
             raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
+#if IS_SAMPLED
+        count = sum_of_warp(count);
+        first = sum_of_warp(first);
+        second = sum_of_warp(second);
+#else
         if (HAS_CROSS_P)
             cross_p = sum_of_warp(cross_p);
         if (HAS_CROSS_Q)
             cross_q = sum_of_warp(cross_q);
         if (HAS_OVERLAP)
             overlap = sum_of_warp(overlap);
+#endif
     }
 };
 
@@ -510,6 +552,24 @@ INLINE void kept(Place place, const Packed<X> &x, const Packed<Y> &y, float *mas
 }
 #endif
 
+/* Calls f(x, y) for every STEPth element of this thread's first vector, which has arrived: for a sample of the row. */
+template <int STEP, typename F> INLINE void each_first(const Share &share, const Ring &ring, const Team &team, F f)
+{
+    if (team.lane >= share.vectors)
+        return;
+#if RESIDENT
+    const Packed<X> x = fetched(ring.x() + team.lane * WIDTH);
+    const Packed<Y> y = fetched(ring.y() + team.lane * WIDTH);
+#else
+    const int i = share.head + team.lane * WIDTH;
+    const Packed<X> x = load(share.x() + i);
+    const Packed<Y> y = load(share.y() + i);
+#endif
+#pragma unroll
+    for (int k = 0; k < WIDTH; k += STEP)
+        f(at(x, k), at(y, k));
+}
+
 /* And f(index in the row) for the elements that no vector covers. */
 template <typename F> INLINE void each_end(const Share &share, const Team &team, F f)
 {
@@ -541,6 +601,7 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
     each_end(share, team, [&](int i) { f(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
+INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, USUAL_RANGE / (LANES == 32 ? scale : found_here(scale))); }
 INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < 1e30f; }
 
 /* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
@@ -551,12 +612,15 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
     /* All threads measure against the row's first logits, and what the largest are likely to be above them, till that
        proves too low: so tops need no merging. Exponents are larger then, and their roundings too: not for float32. */
     if (IS_NARROW) {
-        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + fminf(USUAL_RANGE, USUAL_RANGE / a.input_scale));
-        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + fminf(USUAL_RANGE, USUAL_RANGE / a.target_scale));
+        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + usual_range(a.input_scale));
+        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + usual_range(a.target_scale));
     }
     each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
+#if IS_SAMPLED
+    each_first<4>(share, ring, team, [&](float x, float y) { survey.sample((target_of(a, y) - input_of(a, x)) * a.input_scale); });
+#endif
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
         survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a);
@@ -629,6 +693,15 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     return row;
 }
 
+INLINE Survey found_here(Survey survey)
+{
+    survey.x_top = found_here(survey.x_top);
+    survey.y_top = found_here(survey.y_top);
+    survey.x_total = found_here(survey.x_total);
+    survey.y_total = found_here(survey.y_total);
+    return survey;
+}
+
 template <typename T> INLINE void exchange_halves(Packed<T> &values)
 {
     enum { WORDS = sizeof(Packed<T>) / sizeof(unsigned) };
@@ -678,9 +751,147 @@ INLINE Sums of_masses(const Arguments &a, const Survey &survey, Sums sums)
     return sums;
 }
 
+#if HAS_SERIES
+/* Of a row that is close, the elements whose log-ratio r is below 1/2: powers of r, times √(p·q), which is the same when p
+   and q are exchanged. Where scales differ, or powers do not reach the parameters, the shift is infinite and none is. */
+struct Near {
+    float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
+    float rest;       /* what less was rounded by, as a factor of them all */
+    float x_top, y_top, scale, shift, shift_low;
+
+    INLINE Near(const Arguments &a, const Survey &survey, bool usual, float correction)
+    {
+        const float factor = binary(a.input_scale);
+        const double shift_found = shift_of(a, survey, usual) + correction;
+        double found = 0.5 * ((double)product(survey.x_top, factor) + (double)product(survey.y_top, factor))
+            + 0.5 * (double)(log2f(survey.x_total) + log2f(survey.y_total));
+        if (!IS_NARROW)
+            found -= 0.5 * (double)factor * ((double)survey.x_top + (double)survey.y_top);
+        half = 0.5f * factor;
+        less = (float)found;
+        rest = power_of_2((float)((double)less - found));
+        x_top = survey.x_top;
+        y_top = survey.y_top;
+        scale = a.input_scale;
+        const bool applies = a.input_scale == a.target_scale && factor_of_term(a, 2) != 0;
+        shift = applies ? (float)shift_found : K_INFINITY;
+        shift_low = (float)(shift_found - (double)shift);
+    }
+
+    static INLINE float factor_of_term(const Arguments &a, int power)
+    {
+        return found_here(__int_as_float((int)a.series[power - 1]));
+    }
+    static INLINE float factor_of_difference(const Arguments &a, int power)
+    {
+        return found_here(__int_as_float((int)(a.series[power - 1] >> 32)));
+    }
+
+    INLINE float ratio(float x, float y) const
+    {
+        if (IS_NARROW)
+            return fmaf(y - x, scale, -shift) - shift_low;
+        return k_logit_difference(y, scale, x, scale, shift, shift_low);
+    }
+    INLINE float root(float x, float y) const
+    {
+        return power_of_2(fmaf(IS_NARROW ? x + y : (x - x_top) + (y - y_top), half, -less));
+    }
+    static INLINE bool holds(float ratio) { return fabsf(ratio) < 0.5f; }
+
+    /* Whether the others are few enough to be taken one by one, by a sample of what this warp has of the row */
+    INLINE bool serves(const Share &share, const Ring &ring, const Team &team) const
+    {
+        float others = 0;
+        each_first<1>(share, ring, team, [&](float x, float y) {
+            others += holds(ratio(input_of(share.a, x), target_of(share.a, y))) ? 0 : 1;
+        });
+        return agreed(sum_of_warp(others) <= WIDTH / 2); /* of 32 · WIDTH */
+    }
+};
+
+/* Calls in_powers(x vector, y vector, its index in the row) for this thread's vectors, and otherwise(x, y, index, row()) for
+   the elements of those where it was false: many vectors later, and read from memory, so that threads have such at the same
+   time. LAST: the row is not read again. */
+template <bool LAST, typename F, typename G, typename R>
+INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_powers, G otherwise, R row)
+{
+    const auto others = [&](int end, unsigned far) { /* a bit for each vector, the last in the lowest */
+        if (!far)
+            return;
+        const Row found = row();
+        for (; far; far &= far - 1) {
+            const int start = share.head + (end - __ffs((int)far) * LANES) * WIDTH;
+#pragma unroll 1
+            for (int i = start; i < start + WIDTH; i++)
+                otherwise(to_real(share.x()[i]), to_real(share.y()[i]), i, found);
+        }
+    };
+#if RESIDENT
+    unsigned far = 0; /* a thread has at most 32 vectors of a row on chip */
+    each_vector<false, LAST, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v, Place) {
+        far = 2 * far + !in_powers(x, y, v);
+    });
+    others(share.first + team.lane + (share.vectors - team.lane + LANES - 1) / LANES * LANES, far);
+#else
+#pragma unroll 1
+    for (int v = team.lane; v < share.vectors;) {
+        unsigned far = 0;
+#pragma unroll 1
+        for (const int end = min(share.vectors, v + 32 * LANES); v < end; v += LANES) {
+            const int i = share.head + v * WIDTH;
+            far = 2 * far + !in_powers(load(share.x() + i), load(share.y() + i), v);
+        }
+        others(v, far);
+    }
+#endif
+    if (share.body < (int)share.a.vocab) {
+        const Row found = row();
+        each_end(share, team, [&](int i) { otherwise(to_real(share.x()[i]), to_real(share.y()[i]), i, found); });
+    }
+}
+
+/* Σ √(p·q) · r^k */
+struct Powers {
+    float sum[POWERS] = {};
+
+    INLINE void add(float root, float r)
+    {
+        const float square = r * r;
+        float odd = root * r;
+#pragma unroll
+        for (int k = 0; k < POWERS; k += 2) {
+            sum[k] += odd;
+            if (k + 1 < POWERS)
+                sum[k + 1] = fmaf(odd, r, sum[k + 1]);
+            odd *= square;
+        }
+    }
+    INLINE void add_to(Sums &sums, const Arguments &a, float rest) const
+    {
+        float term = 0, difference = 0, excess = 0, of_excess = -1; /* of -2·sinh(r/2) */
+#pragma unroll
+        for (int k = POWERS; k >= 1; k--) {
+            term += Near::factor_of_term(a, k) * sum[k - 1];
+            difference += Near::factor_of_difference(a, k) * sum[k - 1];
+        }
+#pragma unroll
+        for (int k = 1; k <= POWERS; k += 2) {
+            excess += of_excess * sum[k - 1];
+            of_excess /= 4 * (k + 1) * (k + 2);
+        }
+        sums.term += rest * term;
+        sums.d_log_p += 0.5f * rest * (term - difference); /* their sum is term: Euler's */
+        sums.d_log_q += 0.5f * rest * (term + difference);
+        sums.excess += rest * excess;
+    }
+};
+#endif
+
+/* Of this thread's elements */
 template <int VOCABULARY>
-INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual, float correction,
-                   Parameters parameters)
+INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, bool usual,
+                     float correction, Parameters parameters)
 {
     Sums sums;
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
@@ -700,6 +911,55 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
         });
         each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
+    return sums;
+}
+
+#if HAS_SERIES
+/* The same of a row that is close, in powers */
+INLINE Sums own_sums_in_powers(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Near &near,
+                               const Survey &survey, bool usual, float correction, Parameters parameters)
+{
+    Powers powers;
+    Sums sums;
+    each_close<false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = near.ratio(q, p);
+            powers.add(near.root(q, p), near.holds(r) ? r : 0);
+            all &= near.holds(r);
+        }
+        return all;
+    }, [&](float x, float y, int i, const Row &row) {
+        const float q = input_of(a, x), p = target_of(a, y);
+        const bool is_added = near.holds(near.ratio(q, p)) && i >= share.head && i < share.head + share.body;
+        if (is_added)
+            return;
+        const Element e = close_element(q, p, row, parameters);
+        sums.term += e.term;
+        sums.d_log_p += e.d_log_p;
+        sums.d_log_q += e.d_log_q;
+        sums.excess += e.excess;
+    }, [&] { return row_of<CLOSE>(a, found_here(survey), {}, usual, correction); });
+    powers.add_to(sums, a, near.rest);
+    return sums;
+}
+#endif
+
+template <int VOCABULARY>
+INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual, float correction,
+                   Parameters parameters)
+{
+#if HAS_SERIES
+    if (VOCABULARY == CLOSE) {
+        const Near near(a, found_here(survey), usual, correction);
+        const Sums sums = near.serves(share, ring, team)
+            ? own_sums_in_powers(a, share, ring, team, near, survey, usual, correction, parameters)
+            : own_sums<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
+        return exchanged(a, ring, team, sums);
+    }
+#endif
+    Sums sums = own_sums<VOCABULARY>(a, share, ring, team, survey, usual, correction, parameters);
     if (VOCABULARY == APART)
         sums.term = sums.excess = 0; /* so that nothing is computed for them */
     sums = exchanged(a, ring, team, sums);
@@ -743,27 +1003,50 @@ INLINE Sums summed<APART>(const Arguments &a, const Share &share, Ring &ring, Te
 }
 #endif
 
+/* What is upstream of a row's logits */
+struct Upstream {
+    float input, target;
+
+    INLINE Upstream(const Arguments &a, float loss)
+        : input(INPUT_IS_LOGITS ? loss * a.input_scale : loss), target(TARGET_IS_LOGITS ? loss * a.target_scale : loss) {}
+};
+
+template <int VOCABULARY>
+INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, Parameters parameters, Upstream upstream, X &input, Y &target)
+{
+    const float q = input_of(a, x), p = target_of(a, y);
+    const Element e = element<VOCABULARY>(q, p, row, parameters);
+    input = rounded<X>(e.input * (INPUT_IS_CAPPED ? upstream.input * cap_slope(q, a.input_cap) : upstream.input));
+    target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? upstream.target * cap_slope(p, a.target_cap) : upstream.target));
+}
+
+INLINE void write_element(const Share &share, X input, Y target, int i)
+{
+    if (WANT_INPUT)
+        share.input_gradient()[i] = input;
+    if (WANT_TARGET)
+        share.target_gradient()[i] = target;
+}
+
+INLINE void write_vector(const Share &share, const Packed<X> &input, const Packed<Y> &target, int v)
+{
+    const int i = share.head + v * WIDTH;
+    if (WANT_INPUT)
+        store(share.input_gradient() + i, input);
+    if (WANT_TARGET)
+        store(share.target_gradient() + i, target);
+}
+
 template <int VOCABULARY>
 INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                            bool usual, float correction, Parameters parameters, float upstream)
+                            bool usual, float correction, Parameters parameters, Upstream upstream)
 {
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
-    const float input_upstream = INPUT_IS_LOGITS ? upstream * a.input_scale : upstream;
-    const float target_upstream = TARGET_IS_LOGITS ? upstream * a.target_scale : upstream;
-    const auto differentiate = [&](float x, float y, X &input, Y &target) {
-        const float q = input_of(a, x), p = target_of(a, y);
-        const Element e = element<VOCABULARY>(q, p, row, parameters);
-        input = rounded<X>(e.input * (INPUT_IS_CAPPED ? input_upstream * cap_slope(q, a.input_cap) : input_upstream));
-        target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? target_upstream * cap_slope(p, a.target_cap) : target_upstream));
-    };
     const auto one = [&](float x, float y, int i) {
         X input;
         Y target;
-        differentiate(x, y, input, target);
-        if (WANT_INPUT)
-            share.input_gradient()[i] = input;
-        if (WANT_TARGET)
-            share.target_gradient()[i] = target;
+        differentiate<VOCABULARY>(a, x, y, row, parameters, upstream, input, target);
+        write_element(share, input, target, i);
     };
     if (VOCABULARY == GUARDED) {
         each_element<true>(share, ring, team, one);
@@ -775,7 +1058,7 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
 #if KEEPS_SLOPES
         if (VOCABULARY == APART) {
             const Affinity common = apart_affinity(row, parameters);
-            const float of_slope = input_upstream * common.factor_q, less = input_upstream * (common.offset_q - row.input_sum_gradient);
+            const float of_slope = upstream.input * common.factor_q, less = upstream.input * (common.offset_q - row.input_sum_gradient);
             float masses[WIDTH], slopes[WIDTH];
             kept(place, x, y, masses, slopes);
 #pragma unroll
@@ -783,14 +1066,75 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
                 input.element[k] = rounded<X>(flushed_product(masses[k], fmaf(slopes[k], of_slope, less)));
         } else
 #endif
-            each_of<VOCABULARY>([&](int k) { differentiate(at(x, k), at(y, k), input.element[k], target.element[k]); }, x, y, input, target);
-        const int i = share.head + v * WIDTH;
-        if (WANT_INPUT)
-            store(share.input_gradient() + i, input);
-        if (WANT_TARGET)
-            store(share.target_gradient() + i, target);
+            each_of<VOCABULARY>([&](int k) {
+                differentiate<VOCABULARY>(a, at(x, k), at(y, k), row, parameters, upstream, input.element[k], target.element[k]);
+            }, x, y, input, target);
+        write_vector(share, input, target, v);
     });
     each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i); });
+}
+
+#if HAS_SERIES
+/* The same of a row that is close, in powers */
+INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Near &near,
+                                      const Survey &survey, const Sums &sums, bool usual, float correction, Parameters parameters,
+                                      Upstream upstream)
+{
+    /* Over √(p·q), as powers of r from the 0th on: d_log_q - q·Σ d_log_q, and the same of p. 16-bit gradients need fewer. */
+    enum { TERMS = IS_NARROW ? 6 : POWERS + 1 };
+    float input_factor[TERMS], target_factor[TERMS], exponential = 1; /* of e^(±r/2) */
+#pragma unroll
+    for (int k = 0; k < TERMS; k++) {
+        const float term = k ? Near::factor_of_term(a, k) : 0, difference = k ? Near::factor_of_difference(a, k) : 0;
+        const float of_q = 0.5f * (term + difference), of_p = 0.5f * (term - difference);
+        input_factor[k] = near.rest * upstream.input * (of_q - sums.d_log_q * (k % 2 ? -exponential : exponential));
+        target_factor[k] = near.rest * upstream.target * (of_p - sums.d_log_p * exponential);
+        exponential /= 2 * (k + 1);
+    }
+    const auto polynomial = [](const float *factor, float r) {
+        float sum = factor[TERMS - 1];
+#pragma unroll
+        for (int k = TERMS - 2; k >= 0; k--)
+            sum = fmaf(sum, r, factor[k]);
+        return sum;
+    };
+    const auto differentiate_near = [&](float q, float p, X &input, Y &target) {
+        const float r = near.ratio(q, p), root = near.root(q, p);
+        input = rounded<X>(root * polynomial(input_factor, r) * (INPUT_IS_CAPPED ? cap_slope(q, a.input_cap) : 1));
+        target = rounded<Y>(root * polynomial(target_factor, r) * (TARGET_IS_CAPPED ? cap_slope(p, a.target_cap) : 1));
+        return near.holds(r);
+    };
+    each_close<true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
+        Packed<X> input;
+        Packed<Y> target;
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            all &= differentiate_near(input_of(a, at(x, k)), target_of(a, at(y, k)), input.element[k], target.element[k]);
+        if (all) /* else logits are to be read again, which the gradient may be written over */
+            write_vector(share, input, target, v);
+        return all;
+    }, [&](float x, float y, int i, const Row &row) {
+        X input;
+        Y target;
+        if (!differentiate_near(input_of(a, x), target_of(a, y), input, target))
+            differentiate<CLOSE>(a, x, y, row, parameters, upstream, input, target);
+        write_element(share, input, target, i);
+    }, [&] { return row_of<CLOSE>(a, found_here(survey), sums, usual, correction); });
+}
+#endif
+
+INLINE void write_close_gradients(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey,
+                                  const Sums &sums, bool usual, float correction, Parameters parameters, Upstream upstream)
+{
+#if HAS_SERIES
+    const Near near(a, found_here(survey), usual, correction);
+    if (near.serves(share, ring, team)) {
+        write_gradients_in_powers(a, share, ring, team, near, survey, sums, usual, correction, parameters, upstream);
+        return;
+    }
+#endif
+    write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
 }
 
 /* The row again, where masses and slopes have taken its place */
@@ -893,7 +1237,13 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
 #else
-        if (one_scale) {
+#if IS_SAMPLED
+        const float factor = Near::factor_of_term(a, 2);
+        const bool seems_close = agreed(factor != 0 && factor * survey.spread() < LEAST_APART);
+#else
+        const bool seems_close = false;
+#endif
+        if (one_scale && !seems_close) {
             sums = summed<APART>(a, share, ring, team, survey, usual, correction, parameters);
             if (is_apart())
                 vocabulary = APART;
@@ -912,8 +1262,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
                 if (again)
                     correction = -sums.excess;
             }
-            if (is_number(sums))
-                vocabulary = CLOSE;
+            vocabulary = is_number(sums) ? CLOSE : GUARDED;
         }
     }
 #endif
@@ -946,11 +1295,11 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
             a.losses[r] = rounded<LOSS>((real)loss);
     }
     if (WANT_GRADIENT) {
-        const float upstream = (float)(weight * a.scale * done.slope);
+        const Upstream upstream(a, (float)(weight * a.scale * done.slope));
         if (vocabulary == APART)
             write_gradients<APART>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
         else if (vocabulary == CLOSE)
-            write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
+            write_close_gradients(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
         else
             write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
     } else {
@@ -981,14 +1330,16 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                 const double *known_state, double *state, LOSS *losses, LOSS *total, double *partial, unsigned *ticket,
                 long long rows, long long vocab, long long x_stride, long long y_stride, long long input_gradient_stride,
                 long long target_gradient_stride, double scale, double input_scale, double target_scale, double input_cap,
-                double target_cap, double parameter, long long slots, long long slot_vectors, long long share,
-                long long pieces, long long mail, long long barriers)
+                double target_cap, double parameter, long long series_1, long long series_2, long long series_3,
+                long long series_4, long long series_5, long long series_6, long long series_7, long long slots,
+                long long slot_vectors, long long share, long long pieces, long long mail, long long barriers)
 {
     Parameters parameters;
     *(real *)&parameters = (real)parameter;
     Arguments a = { x, y, input_gradient, target_gradient, weights, known_state, state, losses, total, partial, ticket,
                           (unsigned)rows, (unsigned)vocab, x_stride, y_stride, input_gradient_stride, target_gradient_stride, scale, (float)input_scale, (float)target_scale,
                     (float)input_cap, (float)target_cap, 0,
+                          { series_1, series_2, series_3, series_4, series_5, series_6, series_7 },
                           (int)slots, (int)slot_vectors, (int)share, (int)pieces, (int)mail, (int)barriers };
 #if IS_SURVEYED
     a.exponent = overlap_exponent(parameters);

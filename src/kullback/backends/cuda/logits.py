@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, text, workspace
 from kullback.printer import TYPES, print_functor, print_slopes
 from kullback.rows import Gradients, Problem, Wanted
+from kullback.series import POWERS, Series
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ def source(variant: Variant) -> str:
         "TARGET_IS_LOGITS": int(forms[1] == "logits"),
         "INPUT_IS_CAPPED": int(variant.capped[0]),
         "TARGET_IS_CAPPED": int(variant.capped[1]),
+        # Short rows have no registers for it.
+        "HAS_SERIES": int(problem.is_smooth and variant.shape.lanes > 32),
+        "POWERS": POWERS,
         "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
@@ -141,9 +146,16 @@ def _prepared(
     placed = layout(problem, vocab, x, y, want, known, fits)
     fields = problem.kind, problem.form, problem.target_form, x, y, weight, loss, want_sum, want, problem.capped
     temperatures = problem.temperatures
-    numbers = 1 / temperatures[0], 1 / temperatures[1], *problem.caps, problem.parameter
+    numbers = 1 / temperatures[0], 1 / temperatures[1], *problem.caps, problem.parameter, *_packed(problem.series)
     ring = placed.slots, placed.slot_vectors, placed.share, placed.pieces, placed.mail, placed.barriers
     return _launcher(index, placed, *fields), (*numbers, *ring)
+
+
+def _packed(series: Series | None) -> tuple[int, ...]:
+    """Two floats in an integer each: kernels read halves where they lie, and numbers converted would take registers."""
+    if series is None:
+        return (0,) * POWERS
+    return tuple(struct.unpack("<q", struct.pack("<ff", *factors))[0] for factors in zip(*series, strict=True))
 
 
 def layout(

@@ -1,0 +1,74 @@
+"""Divergences near p = q: powers of the log-ratio, from which kernels sum rows that are close.
+
+With r = log(p/q) an element's term is √(p·q) · (c₂·r² + c₃·r³ + ...), and so are its derivatives: √(p·q) and the powers
+of r serve every kind that is smooth at p = q.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.divergences import DIVERGENCES, Pair
+
+REACH = 0.5  # of r
+POWERS = 7
+TOLERANCE = 1e-6  # of what it stands for, relative; at most, at the end of its reach
+
+
+class Series(NamedTuple):
+    """Factors of r, r², ... r^POWERS. The derivatives' sum is the term, whose first factor is 0, by Euler.
+
+    Exchanging p and q changes r's sign alone: of a symmetric kind term is even and the difference odd, to the bit.
+    """
+
+    term: tuple[float, ...]
+    difference: tuple[float, ...]  # d_log_q - d_log_p
+
+
+@functools.lru_cache(maxsize=1024)
+def series(kind: str, parameters: tuple[float, ...]) -> Series | None:
+    """Near-minimax fits in float64; None where so many powers do not reach: parameters far out, a corner at p = q."""
+    term, difference = _fit(kind, parameters, "term", 2), _fit(kind, parameters, "difference", 1)
+    ratio = torch.linspace(0.01, REACH, 50, dtype=torch.float64, device="cpu")
+    for r in (ratio, -ratio):
+        wanted = _values(kind, parameters, r)
+        for name, factors in (("term", term), ("difference", difference)):
+            value = wanted[name]
+            if not bool(((_powers(r) @ factors - value).abs() <= TOLERANCE * value.abs()).all()):
+                return None
+    return Series(tuple(term.tolist()), tuple(difference.tolist()))
+
+
+def _values(kind: str, parameters: tuple[float, ...], ratio: Tensor) -> dict[str, Tensor]:
+    """Of p = e^(r/2) and q = e^(-r/2), whose product is 1."""
+    divergence = DIVERGENCES[kind]
+    masses = Pair(torch.exp(ratio / 2), torch.exp(-ratio / 2), ratio, -2 * torch.sinh(ratio / 2), centred=True)
+    element = divergence.element(masses, **dict(zip(divergence.parameters, parameters, strict=True)))
+    return {"term": element.term, "difference": element.d_log_q - element.d_log_p}
+
+
+def _powers(x: Tensor) -> Tensor:
+    return torch.stack([x**k for k in range(1, POWERS + 1)], -1)
+
+
+def _fit(kind: str, parameters: tuple[float, ...], output: str, first: int) -> Tensor:
+    """Chebyshev's series of the value over r^first, cut off: interpolated at as many nodes as show no more."""
+    nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)
+    values = _values(kind, parameters, REACH * nodes)[output] / nodes**first
+    count = POWERS + 1 - first
+    polynomials = torch.eye(count, dtype=torch.float64, device="cpu")  # Chebyshev's, by their coefficients
+    for k in range(2, count):
+        polynomials[k] = 2 * polynomials[k - 1].roll(1) - polynomials[k - 2]
+    monomials = torch.stack([nodes**k for k in range(count)])
+    projected = polynomials @ (monomials @ values) * (2 / nodes.numel())
+    projected[0] /= 2
+    factors = projected @ polynomials
+    # An even or odd function stays one, so that exchanging p and q changes no bit.
+    factors = torch.where(factors.abs() < 1e-11 * factors.abs().max(), 0.0, factors)
+    exponents = torch.arange(1, POWERS + 1, device="cpu")
+    return torch.cat([factors.new_zeros(first - 1), factors]) / REACH**exponents
