@@ -115,6 +115,9 @@ struct Arguments {
     int mail, barriers;                     /* offsets; the mail: [GROUPS, MAILBOXES, size · WARPS] letters */
 };
 
+INLINE float term_factor(const Arguments &a, int power) { return found_here(__int_as_float((int)a.series[power - 1])); }
+INLINE float difference_factor(const Arguments &a, int power) { return found_here(__int_as_float((int)(a.series[power - 1] >> 32))); }
+
 /* What an element of the input counts as, and of the target */
 INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? k_capped(x, a.input_cap) : x; }
 INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? k_capped(y, a.target_cap) : y; }
@@ -124,7 +127,7 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
 struct alignas(16) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
 #if IS_SAMPLED
-    float count = 0, first = 0, second = 0; /* of a sample: its elements, Σ of their log-ratios and of these squared */
+    float alike = 0; /* of a sample's elements, those whose log-ratio is much like another's */
 #else
     float cross_p = 0, cross_q = 0, overlap = 0; /* as divergences.py has them; logarithms are to base 2 */
 #endif
@@ -201,19 +204,6 @@ struct alignas(16) Survey {
 #endif
     }
 
-#if IS_SAMPLED
-    INLINE void sample(float ratio)
-    {
-        const bool counts = fabsf(ratio) < 1e4f; /* of words that are masked on neither side */
-        count += counts ? 1 : 0;
-        first += counts ? ratio : 0;
-        second += counts ? ratio * ratio : 0;
-    }
-
-    /* The variance of log-ratios; the same to the bit when the sides are exchanged */
-    INLINE float spread() const { return second / count - product(first / count, first / count); }
-#endif
-
     INLINE void merge(Survey other, const Arguments &a)
     {
         const float x_higher = fmaxf(x_top, other.x_top), y_higher = fmaxf(y_top, other.y_top);
@@ -222,9 +212,7 @@ struct alignas(16) Survey {
         x_total += other.x_total;
         y_total += other.y_total;
 #if IS_SAMPLED
-        count += other.count;
-        first += other.first;
-        second += other.second;
+        alike += other.alike;
 #else
         cross_p += other.cross_p;
         cross_q += other.cross_q;
@@ -250,9 +238,7 @@ struct alignas(16) Survey {
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
 #if IS_SAMPLED
-        count = sum_of_warp(count);
-        first = sum_of_warp(first);
-        second = sum_of_warp(second);
+        alike = sum_of_warp(alike);
 #else
         if (HAS_CROSS_P)
             cross_p = sum_of_warp(cross_p);
@@ -552,8 +538,8 @@ INLINE void kept(Place place, const Packed<X> &x, const Packed<Y> &y, float *mas
 }
 #endif
 
-/* Calls f(x, y) for every STEPth element of this thread's first vector, which has arrived: for a sample of the row. */
-template <int STEP, typename F> INLINE void each_first(const Share &share, const Ring &ring, const Team &team, F f)
+/* Calls f(x, y, k) for the elements of this thread's first vector, which has arrived: for a sample of the row. */
+template <typename F> INLINE void each_first(const Share &share, const Ring &ring, const Team &team, F f)
 {
     if (team.lane >= share.vectors)
         return;
@@ -566,8 +552,8 @@ template <int STEP, typename F> INLINE void each_first(const Share &share, const
     const Packed<Y> y = load(share.y() + i);
 #endif
 #pragma unroll
-    for (int k = 0; k < WIDTH; k += STEP)
-        f(at(x, k), at(y, k));
+    for (int k = 0; k < WIDTH; k++)
+        f(at(x, k), at(y, k), k);
 }
 
 /* And f(index in the row) for the elements that no vector covers. */
@@ -619,7 +605,12 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
 #if IS_SAMPLED
-    each_first<4>(share, ring, team, [&](float x, float y) { survey.sample((target_of(a, y) - input_of(a, x)) * a.input_scale); });
+    float ratio = 0;
+    each_first(share, ring, team, [&](float x, float y, int k) {
+        ratio = k ? ratio : (target_of(a, y) - input_of(a, x)) * a.input_scale;
+    });
+    const float difference = ratio - of_first_lane(ratio); /* of near elements to its square on average twice the variance */
+    survey.alike = term_factor(a, 2) * difference * difference < 4 * LEAST_APART ? 1 : 0;
 #endif
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
@@ -773,18 +764,9 @@ struct Near {
         x_top = survey.x_top;
         y_top = survey.y_top;
         scale = a.input_scale;
-        const bool applies = a.input_scale == a.target_scale && factor_of_term(a, 2) != 0;
+        const bool applies = a.input_scale == a.target_scale && term_factor(a, 2) != 0;
         shift = applies ? (float)shift_found : K_INFINITY;
         shift_low = (float)(shift_found - (double)shift);
-    }
-
-    static INLINE float factor_of_term(const Arguments &a, int power)
-    {
-        return found_here(__int_as_float((int)a.series[power - 1]));
-    }
-    static INLINE float factor_of_difference(const Arguments &a, int power)
-    {
-        return found_here(__int_as_float((int)(a.series[power - 1] >> 32)));
     }
 
     INLINE float ratio(float x, float y) const
@@ -803,7 +785,7 @@ struct Near {
     INLINE bool serves(const Share &share, const Ring &ring, const Team &team) const
     {
         float others = 0;
-        each_first<1>(share, ring, team, [&](float x, float y) {
+        each_first(share, ring, team, [&](float x, float y, int) {
             others += holds(ratio(input_of(share.a, x), target_of(share.a, y))) ? 0 : 1;
         });
         return agreed(sum_of_warp(others) <= WIDTH / 2); /* of 32 · WIDTH */
@@ -872,8 +854,8 @@ struct Powers {
         float term = 0, difference = 0, excess = 0, of_excess = -1; /* of -2·sinh(r/2) */
 #pragma unroll
         for (int k = POWERS; k >= 1; k--) {
-            term += Near::factor_of_term(a, k) * sum[k - 1];
-            difference += Near::factor_of_difference(a, k) * sum[k - 1];
+            term += term_factor(a, k) * sum[k - 1];
+            difference += difference_factor(a, k) * sum[k - 1];
         }
 #pragma unroll
         for (int k = 1; k <= POWERS; k += 2) {
@@ -1085,7 +1067,7 @@ INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ri
     float input_factor[TERMS], target_factor[TERMS], exponential = 1; /* of e^(±r/2) */
 #pragma unroll
     for (int k = 0; k < TERMS; k++) {
-        const float term = k ? Near::factor_of_term(a, k) : 0, difference = k ? Near::factor_of_difference(a, k) : 0;
+        const float term = k ? term_factor(a, k) : 0, difference = k ? difference_factor(a, k) : 0;
         const float of_q = 0.5f * (term + difference), of_p = 0.5f * (term - difference);
         input_factor[k] = near.rest * upstream.input * (of_q - sums.d_log_q * (k % 2 ? -exponential : exponential));
         target_factor[k] = near.rest * upstream.target * (of_p - sums.d_log_p * exponential);
@@ -1238,8 +1220,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
             vocabulary = one_scale ? APART : CLOSE;
 #else
 #if IS_SAMPLED
-        const float factor = Near::factor_of_term(a, 2);
-        const bool seems_close = agreed(factor != 0 && factor * survey.spread() < LEAST_APART);
+        const bool seems_close = agreed(survey.alike > 0.75f * LANES * team.size && term_factor(a, 2) != 0);
 #else
         const bool seems_close = false;
 #endif
