@@ -16,17 +16,18 @@ CPU = [
     (512, 32000, "float32", "logits", "kl"),
 ]
 
-# And whether rivals are run beside: each is a compilation, and of eager the memory
+# And whether rivals are run beside (each is a compilation, and of eager the memory), and the student's noise
 LOGITS = [
-    *((8192, 128256, "bfloat16", kind, False) for kind in DIVERGENCES if kind != "kl"),
-    (4096, 151936, "bfloat16", "kl", False),
-    (2048, 262144, "bfloat16", "kl", False),
-    (4096, 128256, "float32", "kl", False),
-    (65536, 8192, "bfloat16", "kl", False),
-    (262144, 1000, "bfloat16", "kl", False),
-    (8192, 128256, "bfloat16", "kl", True),
-    (16384, 32000, "bfloat16", "kl", True),
-    (8192, 128256, "bfloat16", "jensen_shannon", True),
+    *((8192, 128256, "bfloat16", kind, False, noise) for noise in (1.0, 0.03) for kind in DIVERGENCES if kind != "kl"),
+    (4096, 151936, "bfloat16", "kl", False, 1.0),
+    (2048, 262144, "bfloat16", "kl", False, 1.0),
+    (4096, 128256, "float32", "kl", False, 1.0),
+    (65536, 8192, "bfloat16", "kl", False, 1.0),
+    (262144, 1000, "bfloat16", "kl", False, 1.0),
+    (8192, 128256, "bfloat16", "kl", False, 0.03),
+    (8192, 128256, "bfloat16", "kl", True, 1.0),
+    (16384, 32000, "bfloat16", "kl", True, 1.0),
+    (8192, 128256, "bfloat16", "jensen_shannon", True, 1.0),
 ]
 
 SMALL = [(32, 10), (128, 1000), (1024, 1000)]

@@ -126,17 +126,17 @@ def main() -> None:
             print("first use", first, flush=True)
         if arguments.only == "host":
             return
-        listed = [(*case, True) for case in (cases.GPU if device == "cuda" else cases.CPU)]
+        listed = [(*case, True, 1.0) for case in (cases.GPU if device == "cuda" else cases.CPU)]
         if device == "cuda" and arguments.only != "cases":
-            logits = [(rows, vocab, dtype, "logits", kind, rivals) for rows, vocab, dtype, kind, rivals in cases.LOGITS]
+            logits = [(*case[:3], "logits", *case[3:]) for case in cases.LOGITS]
             listed = logits if arguments.only == "logits" else listed + logits
         if arguments.only == "logits":
             listed = [case for case in listed if case[3] == "logits"]
         results = []
-        for rows, vocab, dtype, form, kind, rivals in listed:
+        for rows, vocab, dtype, form, kind, rivals, noise in listed:
             torch._dynamo.reset()
             repeats = 20 if device == "cuda" else 7
-            result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None, rivals)
+            result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None, rivals, noise)
             results.append(result)
             save("logits" if arguments.only == "logits" else "cases", results)
             times = {
@@ -146,7 +146,7 @@ def main() -> None:
             }
             ours = result["results"][0]
             print(
-                kind, form, dtype, f"{rows}x{vocab}", f"read {result['read_seconds'] * 1e3:.3f} ms",
+                kind, form, dtype, f"{rows}x{vocab}", f"noise {noise}", f"read {result['read_seconds'] * 1e3:.3f} ms",
                 f"of ceiling {ours['of_ceiling']:.3f}", times, f"error {ours['error']:.0e}",
                 f"row {result['worst_row_error']:.0e}", flush=True,
             )  # fmt: skip

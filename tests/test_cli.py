@@ -72,7 +72,7 @@ def test_bench_measures_writes_and_draws(tmp_path):
     )
     assert result.exit_code == 0, result.output
     data = json.loads(out.read_text())
-    assert data["case"] == {"rows": 64, "vocab": 512, "dtype": "float32", "form": "probs", "kind": "kl"}
+    assert data["case"] == {"rows": 64, "vocab": 512, "dtype": "float32", "form": "probs", "kind": "kl", "noise": 1.0}
     names = {e["name"] for e in data["results"]}
     assert names >= {"kullback", "eager", "torch.compile"}
     assert all(e["error"] < 1e-4 for e in data["results"] if "error" in e)
@@ -88,6 +88,7 @@ def test_bench_measures_writes_and_draws(tmp_path):
         (["--dtype", "int8"], "float32"),
         (["--kind", "k"], "is not one of kl"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
+        (["--noise", "0.1"], "it is for logits; got form 'probs'"),
         (["--repeats", "0"], "greater than or equal to 1"),
     ],
 )

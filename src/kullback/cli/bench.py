@@ -33,12 +33,14 @@ DTYPES = {
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def make_inputs(rows: int, vocab: int, dtype: torch.dtype, form: str, device: str) -> tuple[Tensor, Tensor]:
-    """The workload's probabilities, their logarithms, or logits of a language model's spread."""
+def make_inputs(
+    rows: int, vocab: int, dtype: torch.dtype, form: str, device: str, noise: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The workload's probabilities, their logarithms, or logits of a language model's spread: a teacher's, and with noise."""
     torch.manual_seed(0)
     if form == "logits":
         y = torch.randn(rows, vocab, device=device).mul_(3)
-        return (y + torch.randn_like(y)).to(dtype), y.to(dtype)
+        return (y + noise * torch.randn_like(y)).to(dtype), y.to(dtype)
     pair = kernelbench.inputs(rows, vocab, device=device)
     return tuple((t if form == "probs" else t.log_()).to(dtype) for t in pair)  # type: ignore[return-value]
 
@@ -153,11 +155,12 @@ def bench(
     repeats: int,
     progress: Callable[[str], None],
     rivals: bool = True,
+    noise: float = 1.0,
 ) -> dict[str, Any]:
     """Everything about one case, as plain data."""
     wanted, rows = rows, fitting_rows(rows, vocab, DTYPES[dtype], device)
     progress("drawing inputs")
-    x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device)
+    x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
     clock = Clock(device, repeats)
     parameters = DIVERGENCES[kind].parameters
     progress("float64 truth")
@@ -193,7 +196,7 @@ def bench(
     ours = kullback.divergence(x, y, kind, form=form, reduction="none").double()
     row_error = ((ours - truth).abs() / truth.abs().clamp_min(1e-12)).max().item()
     return {
-        "case": {"rows": rows, "vocab": vocab, "dtype": dtype, "form": form, "kind": kind},
+        "case": {"rows": rows, "vocab": vocab, "dtype": dtype, "form": form, "kind": kind, "noise": noise},
         "rows_asked": wanted,
         "read_seconds": floor,
         "read_terabytes_a_second": bytes_read / floor / 1e12,

@@ -122,6 +122,10 @@ def bench(
     kind: Kind = "kl",
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the best there is.")] = "",
     repeats: Annotated[int | None, typer.Option(min=1, help="Timed runs of each; the median counts.")] = None,
+    noise: Annotated[
+        float,
+        typer.Option(min=0.0, help="Of logits: the student is the teacher and so much normal noise; 0.03 is close."),
+    ] = 1.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG.")] = None,
 ) -> None:
@@ -138,12 +142,14 @@ def bench(
     _one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
+    if noise != 1 and form != "logits":
+        raise typer.BadParameter(f"it is for logits; got form {form!r}", param_hint="--noise")
     for option, path in (("--json", json_path), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
     repeats = repeats or (20 if device == "cuda" else 3)
     with _progress(10) as progress:
-        result = bench_module.bench(rows, vocab, dtype, form, kind, device, repeats, progress)
+        result = bench_module.bench(rows, vocab, dtype, form, kind, device, repeats, progress, noise=noise)
     _show(result)
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=2) + "\n")
