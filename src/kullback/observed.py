@@ -20,7 +20,10 @@ def is_observed(*tensors: Tensor) -> bool:
     # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
     if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
         return True
-    return any(type(tensor) not in PLAIN or _is_batched(tensor) for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
+        if type(tensor) not in PLAIN or _is_batched(tensor):
+            return True
+    return False
 
 
 def hides_gradients() -> bool:

@@ -82,7 +82,8 @@ class Slab(NamedTuple):
 
     def rows(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor | None, Gradients]:
         """As a path wants them."""
-        d_x, d_y = (None if t is None else problem.valid(as_rows(t)) for t in (self.d_input, self.d_target))
+        d_x = None if self.d_input is None else problem.valid(as_rows(self.d_input))
+        d_y = None if self.d_target is None else problem.valid(as_rows(self.d_target))
         x, y = problem.valid(as_rows(self.input)), problem.valid(as_rows(self.target))
         return x, y, row_vector(self.coefficient, x.size(0)), (d_x, d_y)
 

@@ -36,7 +36,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def make_inputs(
     rows: int, vocab: int, dtype: torch.dtype, form: str, device: str, noise: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The workload's probabilities, their logarithms, or logits of a language model's spread: a teacher's, and with noise."""
+    """The workload's probabilities, their logarithms, or logits of a language model's spread, and those with noise."""
     torch.manual_seed(0)
     if form == "logits":
         y = torch.randn(rows, vocab, device=device).mul_(3)
