@@ -587,7 +587,7 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
     each_end(share, team, [&](int i) { f(to_real(share.x()[i]), to_real(share.y()[i]), i); });
 }
 
-INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, USUAL_RANGE / (LANES == 32 ? scale : found_here(scale))); }
+INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, tame_ratio_or_zero(USUAL_RANGE, found_here(scale))); }
 INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < 1e30f; }
 
 /* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
