@@ -57,7 +57,7 @@ def _powers(x: Tensor) -> Tensor:
 
 
 def _fit(kind: str, parameters: tuple[float, ...], output: str, first: int) -> Tensor:
-    """Chebyshev's series of the value over r^first, cut off: interpolated at as many nodes as show no more."""
+    """Chebyshev's series of the value over r^first, cut off; its coefficients by quadrature at 32 nodes."""
     nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)
     values = _values(kind, parameters, REACH * nodes)[output] / nodes**first
     count = POWERS + 1 - first

@@ -8,7 +8,8 @@
    WANT_SUM, WANT_INPUT, WANT_TARGET  what to compute
    KNOWN                            whether the rows' states are known
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
-   HAS_SERIES, POWERS               whether the kind is a series in powers of the log-ratio near p = q (series.py); so many
+   HAS_SERIES, POWERS, REACH        whether the kind is a series in powers of the log-ratio near p = q (series.py), so many,
+                                    and how far it reaches
    KEEPS_SLOPES, LOW_BYTES          whether the sweep that sums a row that is apart leaves masses and slopes in its place;
                                     bytes of a slope beside it
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
@@ -743,7 +744,7 @@ INLINE Sums of_masses(const Arguments &a, const Survey &survey, Sums sums)
 }
 
 #if HAS_SERIES
-/* Of a row that is close, the elements whose log-ratio r is below 1/2: powers of r, times √(p·q), which is the same when p
+/* Of a row that is close, the elements whose log-ratio r is below REACH: powers of r, times √(p·q), which is the same when p
    and q are exchanged. Where scales differ, or powers do not reach the parameters, the shift is infinite and none is. */
 struct Near {
     float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
@@ -779,7 +780,7 @@ struct Near {
     {
         return power_of_2(fmaf(IS_NARROW ? x + y : (x - x_top) + (y - y_top), half, -less));
     }
-    static INLINE bool holds(float ratio) { return fabsf(ratio) < 0.5f; }
+    static INLINE bool holds(float ratio) { return fabsf(ratio) < REACH; }
 
     /* Whether the others are few enough to be taken one by one, by a sample of what this warp has of the row */
     INLINE bool serves(const Share &share, const Ring &ring, const Team &team) const

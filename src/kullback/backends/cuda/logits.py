@@ -14,7 +14,7 @@ from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, text, workspace
 from kullback.printer import TYPES, print_functor, print_slopes
 from kullback.rows import Gradients, Problem, Wanted
-from kullback.series import POWERS, Series
+from kullback.series import POWERS, REACH, Series
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def source(variant: Variant) -> str:
         # Short rows have no registers for it.
         "HAS_SERIES": int(problem.is_smooth and variant.shape.lanes > 32),
         "POWERS": POWERS,
+        "REACH": f"{REACH}f",
         "WANT_SUM": int(variant.want_sum),
         "WANT_INPUT": int(variant.want[0]),
         "WANT_TARGET": int(variant.want[1]),
