@@ -109,6 +109,20 @@ def test_a_constant_does_not_show_in_close_rows(path, generator):
 
 
 @emulated
+@pytest.mark.parametrize("alpha", [0.999, 0.9999, 1.0001])
+def test_close_rows_of_renyi_near_kl(path, generator, alpha):
+    """What is summed is small with 1 - alpha, and divided by that again."""
+    y = 3 * torch.randn(2, 2504, generator=generator)
+    x = y + 0.1 * torch.randn(2, 2504, generator=generator)
+    leaf = x.double().requires_grad_()
+    truth = oracle.divergence(leaf, y.double(), "renyi", alpha=alpha)
+    ours = x.clone().requires_grad_()
+    losses = kullback.divergence(ours, y, "renyi", reduction="none", alpha=alpha)
+    assert relative_error(losses, truth) < 3e-6
+    assert relative_error(torch.autograd.grad(losses.sum(), ours)[0], torch.autograd.grad(truth.sum(), leaf)[0]) < 3e-6
+
+
+@emulated
 def test_close_rows_that_powers_do_not_reach(path, generator):
     """Another temperature on each side; a parameter far out."""
     y = 3 * torch.randn(3, 2503, generator=generator)

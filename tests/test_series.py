@@ -29,16 +29,13 @@ CASES = [
     *[(kind, tuple(oracle.PARAMETERS[kind].values())) for kind in TERMS],
     *[("jensen_shannon", (w,)) for w in (0.01, 0.5, 0.9)],
     *[("skew_kl", (a,)) for a in (0.0, 0.1, 0.5, 0.95)],
-    *[(kind, (a,)) for kind in ("alpha", "renyi") for a in (0.2, 0.5, 2.0)],
+    *[(kind, (a,)) for kind in ("alpha", "renyi") for a in (-1.0, 0.2, 0.5, 2.0) if a > 0 or kind == "alpha"],
 ]
 
 
 @pytest.mark.parametrize(("kind", "parameters"), CASES)
 def test_series_is_the_divergence(kind, parameters):
     found = series(kind, parameters)
-    if kind == "alpha" and parameters == (-1.0,):
-        assert found is None
-        return
     for r in torch.linspace(-REACH, REACH, 24, dtype=torch.float64).tolist():
         p, q = mpmath.exp(mpmath.mpf(r) / 2), mpmath.exp(-mpmath.mpf(r) / 2)
         term = TERMS[kind](p, q, *parameters)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,7 +106,9 @@ class Problem:
         """Of elements near p = q; None where rows are not normalised, or so few powers do not reach."""
         if self.form != "logits" or self.target_form != "logits":
             return None
-        return series(self.kind, self.numbers[len(NUMBERS) :])
+        # As kernels hold them: 1 - alpha of renyi is divided by again.
+        parameters = (struct.unpack("f", struct.pack("f", number))[0] for number in self.numbers[len(NUMBERS) :])
+        return series(self.kind, tuple(parameters))
 
     @property
     def is_smooth(self) -> bool:

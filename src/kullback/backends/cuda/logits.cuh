@@ -611,7 +611,7 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
         ratio = k ? ratio : (target_of(a, y) - input_of(a, x)) * a.input_scale;
     });
     const float difference = ratio - of_first_lane(ratio); /* of near elements to its square on average twice the variance */
-    survey.alike = term_factor(a, 2) * difference * difference < 4 * LEAST_APART ? 1 : 0;
+    survey.alike = team.lane < share.vectors && term_factor(a, 2) * difference * difference < 4 * LEAST_APART ? 1 : 0;
 #endif
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
@@ -1260,7 +1260,8 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
             y_total *= exp(half);
         }
         a.state[r] = x_top;
-        a.state[a.rows + r] = HAS_APART && vocabulary == GUARDED ? -x_total : x_total; /* backward is to take the same */
+        /* Backward is to take guards where forward did; of the other vocabularies it finds its own. */
+        a.state[a.rows + r] = HAS_APART && vocabulary == GUARDED ? -x_total : x_total;
         a.state[2ll * a.rows + r] = y_top;
         a.state[3ll * a.rows + r] = y_total;
         a.state[4ll * a.rows + r] = sums.term;
