@@ -9,9 +9,9 @@ Both states are monoids: a row may be split over threads, blocks, chunks or rank
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,7 +107,7 @@ class Problem:
         if self.form != "logits" or self.target_form != "logits":
             return None
         # As kernels hold them: 1 - alpha of renyi is divided by again.
-        parameters = (struct.unpack("f", struct.pack("f", number))[0] for number in self.numbers[len(NUMBERS) :])
+        parameters = (ctypes.c_float(number).value for number in self.numbers[len(NUMBERS) :])
         return series(self.kind, tuple(parameters))
 
     @property
