@@ -68,6 +68,9 @@ def rows(kind, p, q, weight=0.5, alpha=None):
     raise ValueError(kind)
 
 
+SMOOTH = [kind for kind in PARAMETERS if kind != "total_variation"]  # at p = q
+
+
 def divergence(x, y, kind, form="logits", target_form=None, temperature=1.0, target_temperature=None, **parameters):
     """[rows] in float64, differentiable in x and y."""
     q = masses(x, form, temperature)

@@ -12,7 +12,6 @@ from tests import emulation, oracle
 from tests.conftest import relative_error, sample
 
 inf = math.inf
-SMOOTH = [kind for kind in oracle.PARAMETERS if kind != "total_variation"]
 emulated = pytest.mark.parametrize("path", ["emulated"], indirect=True)
 
 
@@ -53,7 +52,9 @@ def test_logits(path, generator, kind, dtype, vocab):
 
 
 @emulated
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.bfloat16) for kind in SMOOTH] + [("kl", torch.float32)])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(kind, torch.bfloat16) for kind in oracle.SMOOTH] + [("kl", torch.float32)]
+)
 def test_close_rows_and_elements_that_are_not(path, generator, kind, dtype):
     """Close in most words; far in few of them; in all but the one that has the mass; masked in many, or on one side.
 

@@ -33,7 +33,9 @@ class Series(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def series(kind: str, parameters: tuple[float, ...]) -> Series | None:
     """Near-minimax fits in float64; None where so many powers do not reach: parameters far out, a corner at p = q."""
-    term, difference = _fit(kind, parameters, "term", 2), _fit(kind, parameters, "difference", 1)
+    nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)  # Chebyshev's
+    values = _values(kind, parameters, REACH * nodes)
+    term, difference = _fit(nodes, values["term"], 2), _fit(nodes, values["difference"], 1)
     ratio = torch.linspace(0.01, REACH, 50, dtype=torch.float64, device="cpu")
     for r in (ratio, -ratio):
         wanted = _values(kind, parameters, r)
@@ -56,10 +58,9 @@ def _powers(x: Tensor) -> Tensor:
     return torch.stack([x**k for k in range(1, POWERS + 1)], -1)
 
 
-def _fit(kind: str, parameters: tuple[float, ...], output: str, first: int) -> Tensor:
-    """Chebyshev's series of the value over r^first, cut off; its coefficients by quadrature at 32 nodes."""
-    nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)
-    values = _values(kind, parameters, REACH * nodes)[output] / nodes**first
+def _fit(nodes: Tensor, values: Tensor, first: int) -> Tensor:
+    """Chebyshev's series of the values over r^first, cut off; coefficients by quadrature at the nodes, of r / REACH."""
+    values = values / nodes**first
     count = POWERS + 1 - first
     polynomials = torch.eye(count, dtype=torch.float64, device="cpu")  # Chebyshev's, by their coefficients
     for k in range(2, count):

@@ -871,6 +871,15 @@ struct Powers {
 };
 #endif
 
+template <int VOCABULARY> INLINE void add(Sums &sums, const Element &e)
+{
+    sums.term += e.term;
+    sums.d_log_p += e.d_log_p;
+    sums.d_log_q += e.d_log_q;
+    if (VOCABULARY == CLOSE)
+        sums.excess += e.excess;
+}
+
 /* Of this thread's elements */
 template <int VOCABULARY>
 INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, bool usual,
@@ -878,21 +887,16 @@ INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const T
 {
     Sums sums;
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
-    const auto add = [&](float x, float y) {
-        const Element e = element<VOCABULARY>(input_of(a, x), target_of(a, y), row, parameters);
-        sums.term += e.term;
-        sums.d_log_p += e.d_log_p;
-        sums.d_log_q += e.d_log_q;
-        if (VOCABULARY == CLOSE)
-            sums.excess += e.excess;
+    const auto take = [&](float x, float y) {
+        add<VOCABULARY>(sums, element<VOCABULARY>(input_of(a, x), target_of(a, y), row, parameters));
     };
     if (VOCABULARY == GUARDED) {
-        each_element<false>(share, ring, team, [&](float x, float y, int) { add(x, y); });
+        each_element<false>(share, ring, team, [&](float x, float y, int) { take(x, y); });
     } else {
         each_vector<false, false, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, Place) {
-            each_of<VOCABULARY>([&](int k) { add(at(x, k), at(y, k)); }, x, y);
+            each_of<VOCABULARY>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
         });
-        each_end(share, team, [&](int i) { add(to_real(share.x()[i]), to_real(share.y()[i])); });
+        each_end(share, team, [&](int i) { take(to_real(share.x()[i]), to_real(share.y()[i])); });
     }
     return sums;
 }
@@ -916,13 +920,8 @@ INLINE Sums own_sums_in_powers(const Arguments &a, const Share &share, Ring &rin
     }, [&](float x, float y, int i, const Row &row) {
         const float q = input_of(a, x), p = target_of(a, y);
         const bool is_added = near.holds(near.ratio(q, p)) && i >= share.head && i < share.head + share.body;
-        if (is_added)
-            return;
-        const Element e = close_element(q, p, row, parameters);
-        sums.term += e.term;
-        sums.d_log_p += e.d_log_p;
-        sums.d_log_q += e.d_log_q;
-        sums.excess += e.excess;
+        if (!is_added)
+            add<CLOSE>(sums, close_element(q, p, row, parameters));
     }, [&] { return row_of<CLOSE>(a, found_here(survey), {}, usual, correction); });
     powers.add_to(sums, a, near.rest);
     return sums;
