@@ -16,7 +16,7 @@ import torch
 from kullback.backends import cuda
 from kullback.backends.cuda import logits, plan, support
 from kullback.divergences import DIVERGENCES
-from kullback.rows import Problem
+from kullback.rows import NUMBERS, Problem
 from tests import oracle
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
@@ -182,13 +182,12 @@ def test_a_spill_is_an_error():
         registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
 
 
-@pytest.mark.parametrize("low_bytes", [None, 0, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
-def test_rows_on_chip_fit(vocab, dtype, low_bytes):
+def test_rows_on_chip_fit(vocab, dtype):
     """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
-    layout = plan.logits(vocab, dtype, dtype, False, False, True, low_bytes)
-    element_bytes = dtype.itemsize * 2 + (low_bytes or 0)
+    layout = plan.logits(vocab, dtype, dtype, False, False, True)
+    element_bytes = dtype.itemsize * 2
     if not layout.shape.resident:
         assert vocab <= 2048 or vocab * element_bytes / plan.MAX_CLUSTER > 190 << 10
         return
@@ -200,6 +199,23 @@ def test_rows_on_chip_fit(vocab, dtype, low_bytes):
     assert (layout.shape.groups - 1) * pieces < layout.slots
     assert layout.shared <= plan.SHARED - plan.STATIC_BYTES
     assert layout.shape.threads <= 544
+    turns = -(-layout.share // layout.shape.lanes)
+    assert turns <= 32  # a thread has a bit for each vector
+    last = layout.share - (pieces - 1) * layout.slot_vectors
+    assert turns == (pieces - 1) * -(-layout.slot_vectors // layout.shape.lanes) + -(-last // layout.shape.lanes)
+
+
+def test_slopes_are_kept_where_half_precision_holds_them():
+    def keeps(kind, *parameters, dtype=torch.bfloat16):
+        problem = Problem(kind, "logits", "logits", (*NUMBERS, *parameters))
+        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, True).shape.keeps_slopes
+
+    assert keeps("total_variation")
+    assert all(keeps("jensen_shannon", weight) for weight in (0.001, 0.5, 0.999))
+    assert all(keeps("skew_kl", alpha) for alpha in (1e-4, 0.1, 0.99))
+    assert not any(keeps("skew_kl", alpha) for alpha in (0.0, 1e-7, 1e-5))  # a slope may be -1/alpha
+    assert not keeps("jensen_shannon", 0.5, dtype=torch.float16)
+    assert not keeps("kl")
 
 
 def test_lanes_grow_with_the_row():

@@ -28,6 +28,7 @@ from kullback.formula import (
     log_part,
     log_quotient,
     mass_times,
+    mixture,
     near,
     overlap,
     part_of,
@@ -107,25 +108,25 @@ def jeffreys(x: Pair) -> Element:
 def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
     """w Σ p log(p/m) + (1-w) Σ q log(q/m), m = w·p + (1-w)·q"""
     other = 1.0 - weight
-    mixture = weight * x.p + other * x.q
-    relative = part_of(-x.excess, mixture)  # (p - q) / m
+    m = mixture(weight, x.p, other, x.q)
+    relative = part_of(-x.excess, m)  # (p - q) / m
     # One logarithm for both shares: of the larger, whose part of the mixture is never small.
     if x.centred:
         is_less = x.ratio < 0.0
         larger = -log_blend(x.ratio, weight, other)
-        p_share = log_part(x.p, mixture, larger + where(is_less, x.ratio, 0.0))
-        q_share = log_part(x.q, mixture, larger - where(is_less, 0.0, x.ratio))
-        p_term = divergence_from(mixture, x.p, p_share, other * relative)
-        q_term = divergence_from(mixture, x.q, q_share, -(weight * relative))
+        p_share = log_part(x.p, m, larger + where(is_less, x.ratio, 0.0))
+        q_share = log_part(x.q, m, larger - where(is_less, 0.0, x.ratio))
+        p_term = divergence_from(m, x.p, p_share, other * relative)
+        q_term = divergence_from(m, x.q, q_share, -(weight * relative))
         term = weight * p_term + other * q_term
     else:
         p_over = at_least(other * relative, -1.0)  # p/m - 1
         q_over = at_least(-(weight * relative), -1.0)  # q/m - 1
         is_less = x.excess > 0.0
-        larger = log_quotient(where(is_less, x.q, x.p), mixture)
+        larger = log_quotient(where(is_less, x.q, x.p), m)
         p_share = near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
         q_share = near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
-        term = mixture * (weight * bregman(p_over) + other * bregman(q_over))
+        term = m * (weight * bregman(p_over) + other * bregman(q_over))
     d_log_p, d_log_q = weight * mass_times(x.p, p_share), other * mass_times(x.q, q_share)
     return Element(term, d_log_p, d_log_q, slope_p=weight * p_share, slope_q=other * q_share)
 
@@ -133,19 +134,19 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
 def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     """Σ p log(p/m), m = a·p + (1-a)·q"""
     other = 1.0 - alpha
-    mixture = alpha * x.p + other * x.q
-    relative = part_of(x.excess, mixture)  # (q - p) / m
+    m = mixture(alpha, x.p, other, x.q)
+    relative = part_of(x.excess, m)  # (q - p) / m
     over = -(other * relative)  # p/m - 1
     if x.centred:
-        share = near(over, 0.25, log1p(over), log_part(x.p, mixture, log(part_of(x.p, mixture))))
-        term = divergence_from(mixture, x.p, share, over)
+        share = near(over, 0.25, log1p(over), log_part(x.p, m, log(part_of(x.p, m))))
+        term = divergence_from(m, x.p, share, over)
         slope_p, slope_q = share - alpha * over, other * other * relative
         return Element(term, mass_times(x.p, slope_p), slope_q * x.q, slope_p=slope_p, slope_q=slope_q)
     over = at_least(over, -1.0)
     # A mixture of subnormal masses may round to 0.
-    apart = where(absolute(mixture) < 1e-45, 0.0, log_quotient(x.p, mixture))
+    apart = where(absolute(m) < 1e-45, 0.0, log_quotient(x.p, m))
     plain = mass_times(x.p, near(over, 0.25, log1p(over), apart))
-    q_share = other * part_of(x.q, mixture)  # of q in m
+    q_share = other * part_of(x.q, m)  # of q in m
     return Element(plain, plain + x.p * q_share, -(x.p * q_share))
 
 
@@ -250,9 +251,9 @@ def alpha_shortfall(x: Pair, alpha: Value) -> Element:
     return Element(term, alpha * d_log_p, other * d_log_q)
 
 
-def divergence_from(mixture: Value, mass: Value, share: Value, over: Value) -> Value:
-    """mass·log(mass/mixture) + mixture - mass >= 0, of the logarithm and mass/mixture - 1"""
-    return near(over, 1 / 3, mixture * small_bregman(over), mass_times(mass, share) + (mixture - mass))
+def divergence_from(m: Value, mass: Value, share: Value, over: Value) -> Value:
+    """mass·log(mass/m) + m - mass >= 0, of the logarithm and mass/m - 1"""
+    return near(over, 1 / 3, m * small_bregman(over), mass_times(mass, share) + (m - mass))
 
 
 def at_least(x: Value, bound: float) -> Value:

@@ -130,7 +130,7 @@ def logit_mass(x: Value, top: Value, scale: Value, inverse_total: Value) -> Valu
 
 def overlap(p: Value, q: Value, ratio: Value, a: Value) -> Value:
     """p^a q^(1-a) of p, q and log(p/q)"""
-    if all(isinstance(mass, Symbol) and mass.op == "logit_mass" for mass in (p, q)):
+    if _are_logit_masses(p, q):
         return _apply("logit_overlap", *p.args, *q.args, ratio, a)
     # From the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow.
     larger = where(ratio < 0.0, q, p)
@@ -145,6 +145,13 @@ def mass_times(mass: Value, x: Value) -> Value:
 def ratio_or_zero(x: Value, y: Value) -> Value:
     """x / y, where 0 / 0 = 0."""
     return _apply("ratio_or_zero", x, y)
+
+
+def mixture(a: Value, p: Value, b: Value, q: Value) -> Value:
+    """a·p + b·q; of masses of logits in a row that is apart a kernel may add as little as lets it have a logarithm"""
+    if _are_logit_masses(p, q):
+        return _apply("mixture", a, p, b, q)
+    return a * p + b * q
 
 
 def part_of(x: Value, whole: Value) -> Value:
@@ -193,9 +200,13 @@ def log_blend(ratio: Value, a: Value, b: Value) -> Value:
 
 def log_part(mass: Value, mixture: Value, share: Value) -> Value:
     """log(mass / mixture), which is `share`; of a row that is apart a kernel may take the mass's exponent instead."""
-    if isinstance(mass, Symbol) and mass.op == "logit_mass":
+    if isinstance(mass, Symbol) and _are_logit_masses(mass):
         return _apply("logit_log_part", *mass.args, mixture, share)
     return share
+
+
+def _are_logit_masses(*masses: Value) -> bool:
+    return all(isinstance(mass, Symbol) and mass.op == "logit_mass" for mass in masses)
 
 
 class Affine(NamedTuple):
@@ -389,6 +400,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: share / math.log(2),
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
+    "mixture": lambda a, p, b, q: a * p + b * q,
     "part_of": _part_of,
     "log_quotient": _log_quotient,
     "log_difference": _log_difference,

@@ -55,18 +55,20 @@ INLINE Finish finish(double total, Parameters parameters)
 def print_slopes(problem: Problem) -> str:
     """Of a kind that has slopes, `Parts apart_parts(x, y, row, parameters)`: masses and slopes of a row that is apart.
 
-    Slopes are what is left of them when the row's `apart_affinity` is taken out.
+    Slopes are what is left of them when the row's `apart_affinity` is taken out. Macros say whether it has slopes, and
+    whether logarithms of a mass's part of a mixture are in its derivatives.
     """
     element = problem.formula.element
-    macro = f"#define HAS_SLOPE {int(problem.has_slope)}\n"
+    has_log_part = any(step.op == "logit_log_part" for step in problem.program("d_log_p", "d_log_q").steps)
+    macros = _print_macros({"HAS_SLOPE": int(problem.has_slope), "HAS_LOG_PART": int(has_log_part)})
     if not problem.has_slope:
-        return macro
+        return macros
     names = _names(problem)
     p, q = affine(element["slope_p"]), affine(element["slope_q"])
     common = Program({"factor_p": p.factor, "offset_p": p.offset, "factor_q": q.factor, "offset_q": q.offset})
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": p.rest, "slope_q": q.rest})
     return f"""\
-{macro}typedef struct {{ real {", ".join(common.outputs)}; }} Affinity;
+{macros}typedef struct {{ real {", ".join(common.outputs)}; }} Affinity;
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Affinity apart_affinity(Row row, Parameters parameters)
 {{

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kullback.divergences import DIVERGENCES, Element, Finish, Moments
 from kullback.forms import FORMS, Norm, Shift, pair
-from kullback.formula import Program, Symbol, Value, variable
-from kullback.series import Series, series
+from kullback.formula import Program, Value, variable
+from kullback.series import Series, element_at, series
 
 ROW_VARIABLES = (
     *(f"{side}_{field}" for side in ("input", "target") for field in Norm._fields),
@@ -90,10 +90,11 @@ class Problem:
         return bool(self.formula.element["slope_q"] != 0.0)
 
     @property
-    def slope_is_short(self) -> bool:
-        """Whether the first 16 bits of a float32 hold the input's slope."""
-        slope = self.formula.element["slope_q"]
-        return isinstance(slope, Symbol) and slope.op == "half_sign"
+    def longest_slope(self) -> float:
+        """Of d_log_q / q the largest where p is e^±30 q: it grows with the log-ratio at most, or not at all."""
+        ratio = torch.tensor([-30.0, 30.0], dtype=torch.float64, device="cpu")
+        slope = element_at(self.kind, self.numbers[len(NUMBERS) :], ratio).slope_q
+        return float(torch.as_tensor(slope).abs().max())
 
     @property
     def is_crossed(self) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback.divergences import DIVERGENCES, Pair
+from kullback.divergences import DIVERGENCES, Element, Pair
 
 REACH = 0.5  # of r
 POWERS = 7
@@ -46,11 +46,15 @@ def series(kind: str, parameters: tuple[float, ...]) -> Series | None:
     return Series(tuple(term.tolist()), tuple(difference.tolist()))
 
 
-def _values(kind: str, parameters: tuple[float, ...], ratio: Tensor) -> dict[str, Tensor]:
+def element_at(kind: str, parameters: tuple[float, ...], ratio: Tensor) -> Element:
     """Of p = e^(r/2) and q = e^(-r/2), whose product is 1."""
     divergence = DIVERGENCES[kind]
     masses = Pair(torch.exp(ratio / 2), torch.exp(-ratio / 2), ratio, -2 * torch.sinh(ratio / 2), centred=True)
-    element = divergence.element(masses, **dict(zip(divergence.parameters, parameters, strict=True)))
+    return divergence.element(masses, **dict(zip(divergence.parameters, parameters, strict=True)))
+
+
+def _values(kind: str, parameters: tuple[float, ...], ratio: Tensor) -> dict[str, Tensor]:
+    element = element_at(kind, parameters, ratio)
     return {"term": element.term, "difference": element.d_log_q - element.d_log_p}
 
 

@@ -70,6 +70,8 @@ INLINE real k_logit_difference(real y, real y_scale, real x, real x_scale, real 
     return nothing ? (real)0 : result;
 }
 
+INLINE real k_mixture(real a, real p, real b, real q) { return a * p + b * q; }
+
 INLINE real k_part_of(real x, real whole)
 {
     const int nothing = whole == 0;

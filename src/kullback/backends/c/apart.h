@@ -44,6 +44,7 @@ INLINE real apart_expm1(real x) { return apart_exp(x) - 1; }
 INLINE real apart_log(real x) { return tame_log(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL); }
 INLINE real apart_mass_times(real mass, real x) { return mass * x; }
 INLINE real apart_ratio_or_zero(real x, real y) { return x / (y > 1e-37f ? y : 1e-37f); }
+#define apart_mixture k_mixture
 #define apart_part_of apart_ratio_or_zero
 
 INLINE real apart_log_blend(real ratio, real a, real b)

@@ -75,18 +75,6 @@ INLINE void put(void *p, uint4 value)
                  :: "r"(shared_address(p)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
-INLINE void put(void *p, uint2 value)
-{
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" :: "r"(shared_address(p)), "r"(value.x), "r"(value.y) : "memory");
-}
-
-INLINE uint2 fetched_two(const void *p)
-{
-    uint2 result;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(result.x), "=r"(result.y) : "r"(shared_address(p)));
-    return result;
-}
-
 /* What this thread wrote to shared memory, before copies that are told of it by a barrier */
 INLINE void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -97,14 +85,14 @@ INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long 
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 
-/* 16 bytes to the same place in the shared memory of that block of the cluster; counted by the barrier there */
-INLINE void send(float4 *place, unsigned long long *barrier, float4 value, unsigned rank)
+/* 8 bytes to the same place in the shared memory of that block of the cluster; counted by the barrier there */
+INLINE void send(float2 *place, unsigned long long *barrier, float2 value, unsigned rank)
 {
     asm volatile("{\n\t.reg .b32 place, barrier;\n"
                  "\tmapa.shared::cluster.u32 place, %0, %2;\n"
                  "\tmapa.shared::cluster.u32 barrier, %1, %2;\n"
-                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n\t}"
+                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [place], {%3, %4}, [barrier];\n\t}"
                  :: "r"(shared_address(place)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value.x)),
-                    "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)), "r"(__float_as_uint(value.w))
+                    "r"(__float_as_uint(value.y))
                  : "memory");
 }

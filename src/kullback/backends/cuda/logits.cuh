@@ -10,8 +10,7 @@
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
    HAS_SERIES, POWERS, REACH        whether the kind is a series in powers of the log-ratio near p = q (series.py), so many,
                                     and how far it reaches
-   KEEPS_SLOPES, LOW_BYTES          whether the sweep that sums a row that is apart leaves masses and slopes in its place;
-                                    bytes of a slope beside it
+   KEEPS_SLOPES                     whether the sweep that sums a row that is apart leaves masses and slopes in its place
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
    WIDTH, MIN_BLOCKS                elements of a 16-byte access; blocks of a multiprocessor
    HELD                             vectors of a row that a thread keeps in registers: all that it has; or 0
@@ -25,6 +24,9 @@
 enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
+#if !HAS_APART
+#define HAS_LOG_PART 0
+#endif
 /* Whether the row's sums follow from what is found while it is normalised */
 #if HAS_APART && HAS_MOMENTS
 #define IS_SURVEYED 1
@@ -34,14 +36,24 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 0
 #define HAS_OVERLAP 0
 #endif
+/* Whether Σ q log(q/p) says what to try first, so that rows that are close need not be summed as if apart, and what to
+   expect of slopes */
+#define IS_FORETOLD (HAS_SERIES && !IS_SURVEYED)
+#if IS_FORETOLD
+#undef HAS_CROSS_Q
+#define HAS_CROSS_Q 1
+#endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-/* Whether a sample of the row says what to try first, so that rows that are close need not be summed as if apart */
-#define IS_SAMPLED (HAS_SERIES && !IS_SURVEYED)
+enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, MOMENTS = OVERLAP + HAS_OVERLAP };
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
+/* A log-ratio, as far as it foretells something */
+#define MOST_BITS 20.0f
+/* An exponent of no mass, and a number after any factor */
+#define NO_MASS -1e4f
 /* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
 #define USUAL_RANGE 12.0f
 #define LEAST_TOTAL 1e-20f
@@ -125,13 +137,9 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
 
 /* What a part of a row holds, each side's masses measured against its own top: 2^(x·factor - top·factor), where a
    factor is binary(scale) and the second product is rounded. */
-struct alignas(16) Survey {
+struct alignas(8) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
-#if IS_SAMPLED
-    float alike = 0; /* of a sample's elements, those whose log-ratio is much like another's */
-#else
-    float cross_p = 0, cross_q = 0, overlap = 0; /* as divergences.py has them; logarithms are to base 2 */
-#endif
+    float moments[MOMENTS + !MOMENTS] = {}; /* those of divergences.py that are wanted; logarithms are to base 2 */
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -140,14 +148,12 @@ struct alignas(16) Survey {
         const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
         const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
         const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
-#if IS_CROSSED
         if (HAS_CROSS_P)
-            cross_p = rounded_once(y_rescale * (cross_p + y_total * (y_less - x_less)));
+            moments[CROSS_P] = rounded_once(y_rescale * (moments[CROSS_P] + y_total * (y_less - x_less)));
         if (HAS_CROSS_Q)
-            cross_q = rounded_once(x_rescale * (cross_q + x_total * (y_less - x_less)));
-#endif
+            moments[CROSS_Q] = rounded_once(x_rescale * (moments[CROSS_Q] + x_total * (y_less - x_less)));
 #if HAS_OVERLAP
-        overlap = overlap == 0 ? 0 : product(overlap, power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less));
+        moments[OVERLAP] = moments[OVERLAP] == 0 ? 0 : product(moments[OVERLAP], power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less));
 #endif
         if (INPUT_IS_LOGITS)
             x_total = product(x_total, x_rescale);
@@ -161,10 +167,13 @@ struct alignas(16) Survey {
     template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a) /* x(k), y(k) */
     {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
-        float x_part, y_part, cross_p_part, cross_q_part, overlap_part;
+        float x_part, y_part, parts[MOMENTS + !MOMENTS];
         const auto measure = [&] {
             const float x_low = product(x_top, x_factor), y_low = product(y_top, y_factor);
-            x_part = y_part = cross_p_part = cross_q_part = overlap_part = 0;
+            x_part = y_part = 0;
+#pragma unroll
+            for (int m = 0; m < MOMENTS; m++)
+                parts[m] = 0;
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
                 const float x_power = fmaf(x(k), x_factor, -x_low), y_power = fmaf(y(k), y_factor, -y_low);
@@ -176,12 +185,12 @@ struct alignas(16) Survey {
 #if IS_CROSSED
                 const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
-                    cross_p_part += p * bounded(ratio);
-                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q */
-                    cross_q_part += q * (ratio == ratio ? ratio : 0);
+                    parts[CROSS_P] += p * bounded(ratio);
+                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; where it foretells, where q is too */
+                    parts[CROSS_Q] += q * (IS_FORETOLD || ratio == ratio ? ratio : 0);
 #endif
 #if HAS_OVERLAP
-                overlap_part += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
+                parts[OVERLAP] += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
 #endif
             }
         };
@@ -198,11 +207,9 @@ struct alignas(16) Survey {
         }
         x_total += x_part;
         y_total += y_part;
-#if !IS_SAMPLED
-        cross_p += cross_p_part;
-        cross_q += cross_q_part;
-        overlap += overlap_part;
-#endif
+#pragma unroll
+        for (int m = 0; m < MOMENTS; m++)
+            moments[m] += parts[m];
     }
 
     INLINE void merge(Survey other, const Arguments &a)
@@ -212,13 +219,9 @@ struct alignas(16) Survey {
         other.raise(x_higher, y_higher, a);
         x_total += other.x_total;
         y_total += other.y_total;
-#if IS_SAMPLED
-        alike += other.alike;
-#else
-        cross_p += other.cross_p;
-        cross_q += other.cross_q;
-        overlap += other.overlap;
-#endif
+#pragma unroll
+        for (int m = 0; m < MOMENTS; m++)
+            moments[m] += other.moments[m];
     }
 
     /* of a part of which nothing has been seen yet */
@@ -238,21 +241,14 @@ struct alignas(16) Survey {
             raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
         x_total = sum_of_warp(x_total);
         y_total = sum_of_warp(y_total);
-#if IS_SAMPLED
-        alike = sum_of_warp(alike);
-#else
-        if (HAS_CROSS_P)
-            cross_p = sum_of_warp(cross_p);
-        if (HAS_CROSS_Q)
-            cross_q = sum_of_warp(cross_q);
-        if (HAS_OVERLAP)
-            overlap = sum_of_warp(overlap);
-#endif
+#pragma unroll
+        for (int m = 0; m < MOMENTS; m++)
+            moments[m] = sum_of_warp(moments[m]);
     }
 };
 
 /* Largest logits; NaN, if there is one */
-struct alignas(16) Tops {
+struct alignas(8) Tops {
     float x = -K_INFINITY, y = -K_INFINITY;
 
     INLINE Tops emptied() const { return {}; }
@@ -269,7 +265,7 @@ struct alignas(16) Tops {
 };
 
 /* Σ of terms and of their partial derivatives; or of other things */
-struct alignas(16) Sums {
+struct alignas(8) Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
     float excess = 0; /* of q's mass over p's: the error of the shift between their norms, to first order */
 
@@ -287,6 +283,23 @@ struct alignas(16) Sums {
         d_log_p = (float)sum_of_warp((double)d_log_p);
         d_log_q = (float)sum_of_warp((double)d_log_q);
         excess = (float)sum_of_warp((double)excess);
+    }
+};
+
+/* Σ p · slope_p and Σ q · slope_q */
+struct alignas(8) SlopeSums {
+    float p = 0, q = 0;
+
+    INLINE SlopeSums emptied() const { return {}; }
+    INLINE void merge(SlopeSums other, const Arguments &)
+    {
+        p += other.p;
+        q += other.q;
+    }
+    INLINE void merge_warp(const Arguments &)
+    {
+        p = (float)sum_of_warp((double)p);
+        q = (float)sum_of_warp((double)q);
     }
 };
 
@@ -326,7 +339,7 @@ struct Ring {
         parity ^= at >= count;
         at -= at >= count ? count : 0;
     }
-    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>) + LOW_BYTES * WIDTH)); }
+    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>))); }
     INLINE const Y *y() const { return (const Y *)(x() + vectors * WIDTH); }
     INLINE unsigned long long *barrier(int i) const { return (unsigned long long *)((unsigned char *)memory + barriers) + i; }
     INLINE unsigned long long *full() const { return barrier(at); }
@@ -362,7 +375,7 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
 #if LANES == 32
     return mine;
 #else
-    static_assert(sizeof(T) <= LETTER_BYTES);
+    static_assert(sizeof(T) <= LETTER_BYTES && sizeof(T) % sizeof(float2) == 0);
     const int size = (int)team.size, lane = team.lane % 32, mailbox = team.exchanges % MAILBOXES;
     T *letters = (T *)((unsigned char *)memory + a.mail + (team.group * MAILBOXES + mailbox) * size * WARPS * LETTER_BYTES);
 #if RESIDENT
@@ -372,8 +385,8 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
             expect(arrived, (unsigned)(size * WARPS * sizeof(T)));
         if (lane < size)
 #pragma unroll
-            for (int i = 0; i < (int)sizeof(T) / VECTOR_BYTES; i++)
-                send((float4 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float4 *)&mine)[i], (unsigned)lane);
+            for (int i = 0; i < (int)(sizeof(T) / sizeof(float2)); i++)
+                send((float2 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float2 *)&mine)[i], (unsigned)lane);
         await_cluster(arrived, team.exchanges / MAILBOXES % 2);
     } else
 #endif
@@ -407,17 +420,7 @@ template <typename T> INLINE Packed<T> fetched(const T *p)
     return result;
 }
 
-/* A vector's, on chip: of its x, y follows after a slot's vectors; and of what is kept beside them */
-struct Place {
-    unsigned char *x, *beside;
-};
-
 #if RESIDENT
-INLINE Place place(const Ring &slot, int v)
-{
-    return { (unsigned char *)(slot.x() + v * WIDTH), (unsigned char *)(slot.y() + slot.vectors * WIDTH) + v * LOW_BYTES * WIDTH };
-}
-
 /* Calls f(the ring at the piece's slot, its first vector of the share, its vectors) for the pieces of a share. */
 template <typename F> INLINE void each_piece(const Share &share, Ring ring, F f)
 {
@@ -445,7 +448,7 @@ INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
 #endif
 }
 
-/* Calls f(x vector, y vector, its index in the row, its place) for this thread's vectors. FIRST: they may still
+/* Calls f(x vector, y vector, its index in the row, its x on chip) for this thread's vectors. FIRST: they may still
    be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for each vector held. */
 template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector(const Share &share, Ring &ring, const Team &team, F f)
 {
@@ -461,7 +464,7 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
         const Y *y = slot.y();
 #pragma unroll 1
         for (int v = team.lane; v < count; v += LANES)
-            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, place(slot, v));
+            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, x + v * WIDTH);
         if (LAST)
             release(slot, team);
     });
@@ -479,62 +482,42 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 #pragma unroll
         for (int i = 0; i < HELD; i++)
             if (team.lane + i * LANES < share.vectors)
-                f(ring.x[i], ring.y[i], team.lane + i * LANES, Place {});
+                f(ring.x[i], ring.y[i], team.lane + i * LANES, (const X *)0);
         return;
     }
 #pragma unroll 1
     for (int v = team.lane; v < share.vectors; v += LANES)
-        f(load(x + v * WIDTH), load(y + v * WIDTH), v, Place {});
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v, (const X *)0);
 #endif
 }
 
 #if KEEPS_SLOPES
-/* Of each element its mass in 16 bits, in x's place, and its slope in 16, in y's, with LOW_BYTES more beside: so many as
-   the products, of which a row's mean is taken off, have to have. A mass is below 2: the first two bits of a float are 0.
-   Of two in a word the one above is cut instead of rounded: when it is read, the one below stays behind it. */
-INLINE unsigned halves_of(unsigned a, unsigned b) { return __byte_perm(a, b, 0x7632); }
-
-INLINE void keep(const Ring &ring, Place place, const float *masses, const float *slopes)
+/* Of each element its mass in 16 bits, in x's place, and in y's its slope in half precision, less what is to be expected of
+   it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A mass is below 2: the
+   first two bits of a float are 0. Of two in a word the one above is cut instead of rounded: when it is read, the one below
+   stays behind it. */
+INLINE void keep(const Ring &ring, const X *x, const float *masses, const float *slopes)
 {
     unsigned mass[WIDTH / 2], slope[WIDTH / 2];
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i++) {
         const float *m = masses + 2 * i, *s = slopes + 2 * i;
-        mass[i] = halves_of(__float_as_uint(m[0]) * 4 + 0x8000, __float_as_uint(m[1]) * 4);
-        slope[i] = halves_of(__float_as_uint(s[0]), __float_as_uint(s[1]));
+        mass[i] = __byte_perm(__float_as_uint(m[0]) * 4 + 0x8000, __float_as_uint(m[1]) * 4, 0x7632);
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
     }
-    put(place.x, *(const uint4 *)mass);
-    put(place.x + ring.vectors * VECTOR_BYTES, *(const uint4 *)slope);
-#if LOW_BYTES
-    unsigned low[WIDTH / 4];
-#pragma unroll
-    for (int i = 0; i < WIDTH / 4; i++) {
-        const unsigned *s = (const unsigned *)slopes + 4 * i;
-        low[i] = __byte_perm(__byte_perm(s[0], s[1], 0x0051), __byte_perm(s[2], s[3], 0x0051), 0x5410);
-    }
-    put(place.beside, make_uint2(low[0], low[1]));
-#endif
+    put((void *)x, *(const uint4 *)mass);
+    put((void *)(x + ring.vectors * WIDTH), *(const uint4 *)slope);
 }
 
-/* What was kept; bytes of slopes that were not are some others. */
-INLINE void kept(Place place, const Packed<X> &x, const Packed<Y> &y, float *masses, float *slopes)
+INLINE void kept(const Packed<X> &x, const Packed<Y> &y, float *masses, float *slopes)
 {
     const unsigned *mass = (const unsigned *)&x, *slope = (const unsigned *)&y;
-#if LOW_BYTES
-    const uint2 beside = fetched_two(place.beside);
-#endif
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i++) {
         masses[2 * i] = __uint_as_float(mass[i] << 16 >> 2);
         masses[2 * i + 1] = __uint_as_float(mass[i] >> 2);
-#if LOW_BYTES
-        const unsigned low = i < WIDTH / 4 ? beside.x : beside.y;
-        slopes[2 * i] = __uint_as_float(__byte_perm(slope[i], low, i % 2 ? 0x1064 : 0x1044));
-        slopes[2 * i + 1] = __uint_as_float(__byte_perm(slope[i], low, i % 2 ? 0x3274 : 0x3254));
-#else
-        slopes[2 * i] = __uint_as_float(slope[i] << 16);
-        slopes[2 * i + 1] = __uint_as_float(slope[i] & 0xffff0000u);
-#endif
+        slopes[2 * i] = to_real(float16 { (unsigned short)slope[i] });
+        slopes[2 * i + 1] = to_real(float16 { (unsigned short)(slope[i] >> 16) });
     }
 }
 #endif
@@ -602,17 +585,9 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
         survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + usual_range(a.input_scale));
         survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + usual_range(a.target_scale));
     }
-    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place) {
+    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
     });
-#if IS_SAMPLED
-    float ratio = 0;
-    each_first(share, ring, team, [&](float x, float y, int k) {
-        ratio = k ? ratio : (target_of(a, y) - input_of(a, x)) * a.input_scale;
-    });
-    const float difference = ratio - of_first_lane(ratio); /* of near elements to its square on average twice the variance */
-    survey.alike = team.lane < share.vectors && term_factor(a, 2) * difference * difference < 4 * LEAST_APART ? 1 : 0;
-#endif
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
         survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a);
@@ -721,6 +696,9 @@ template <int VOCABULARY, typename F, typename... VECTORS> INLINE void each_of(F
     }
 }
 
+/* A logit as log_part takes it: -inf has an exponent too. */
+INLINE float bounded_logit(float x, float scale) { return HAS_LOG_PART && IS_NARROW ? fmaxf(x, NO_MASS / binary(scale)) : x; }
+
 template <int VOCABULARY> INLINE Element element(float x, float y, const Row &row, Parameters parameters)
 {
 #if HAS_APART
@@ -730,17 +708,6 @@ template <int VOCABULARY> INLINE Element element(float x, float y, const Row &ro
         return close_element(x, y, row, parameters);
 #endif
     return k_element(x, y, row, parameters);
-}
-
-/* What sums of a row that is apart are, of masses as they were there */
-INLINE Sums of_masses(const Arguments &a, const Survey &survey, Sums sums)
-{
-    if (IS_NARROW) {
-        sums.d_log_p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
-        sums.d_log_q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
-    }
-    sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
-    return sums;
 }
 
 #if HAS_SERIES
@@ -793,29 +760,37 @@ struct Near {
     }
 };
 
+/* Calls f(x, y, index, row()) for the elements of vectors that have a bit in `far`: the vector `index(steps from the end)` has
+   the lowest bit where that is 1. */
+template <typename I, typename F, typename R> INLINE void each_far(const Share &share, unsigned far, I index, F f, R row)
+{
+    if (!far)
+        return;
+    const Row found = row();
+    for (; far; far &= far - 1) {
+        const int start = share.head + index(__ffs((int)far)) * WIDTH;
+#pragma unroll 1
+        for (int i = start; i < start + WIDTH; i++)
+            f(to_real(share.x()[i]), to_real(share.y()[i]), i, found);
+    }
+}
+
 /* Calls in_powers(x vector, y vector, its index in the row) for this thread's vectors, and otherwise(x, y, index, row()) for
    the elements of those where it was false: many vectors later, and read from memory, so that threads have such at the same
    time. LAST: the row is not read again. */
 template <bool LAST, typename F, typename G, typename R>
 INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_powers, G otherwise, R row)
 {
-    const auto others = [&](int end, unsigned far) { /* a bit for each vector, the last in the lowest */
-        if (!far)
-            return;
-        const Row found = row();
-        for (; far; far &= far - 1) {
-            const int start = share.head + (end - __ffs((int)far) * LANES) * WIDTH;
-#pragma unroll 1
-            for (int i = start; i < start + WIDTH; i++)
-                otherwise(to_real(share.x()[i]), to_real(share.y()[i]), i, found);
-        }
-    };
 #if RESIDENT
     unsigned far = 0; /* a thread has at most 32 vectors of a row on chip */
-    each_vector<false, LAST, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v, Place) {
+    each_vector<false, LAST, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v, const X *) {
         far = 2 * far + !in_powers(x, y, v);
     });
-    others(share.first + team.lane + (share.vectors - team.lane + LANES - 1) / LANES * LANES, far);
+    each_far(share, far, [&](int steps) {
+        const int each = (ring.vectors - team.lane + LANES - 1) / LANES, whole = share.vectors / ring.vectors;
+        const int i = whole * each + (share.vectors - whole * ring.vectors - team.lane + LANES - 1) / LANES - steps;
+        return share.first + i / each * ring.vectors + team.lane + i % each * LANES;
+    }, otherwise, row);
 #else
 #pragma unroll 1
     for (int v = team.lane; v < share.vectors;) {
@@ -825,7 +800,7 @@ INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_po
             const int i = share.head + v * WIDTH;
             far = 2 * far + !in_powers(load(share.x() + i), load(share.y() + i), v);
         }
-        others(v, far);
+        each_far(share, far, [&](int steps) { return v - steps * LANES; }, otherwise, row);
     }
 #endif
     if (share.body < (int)share.a.vocab) {
@@ -880,7 +855,7 @@ template <int VOCABULARY> INLINE void add(Sums &sums, const Element &e)
         sums.excess += e.excess;
 }
 
-/* Of this thread's elements */
+/* Of this thread's elements; where they are not apart */
 template <int VOCABULARY>
 INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, bool usual,
                      float correction, Parameters parameters)
@@ -893,7 +868,7 @@ INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const T
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { take(x, y); });
     } else {
-        each_vector<false, false, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, Place) {
+        each_vector<false, false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, const X *) {
             each_of<VOCABULARY>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
         });
         each_end(share, team, [&](int i) { take(to_real(share.x()[i]), to_real(share.y()[i])); });
@@ -941,46 +916,88 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
         return exchanged(a, ring, team, sums);
     }
 #endif
-    Sums sums = own_sums<VOCABULARY>(a, share, ring, team, survey, usual, correction, parameters);
-    if (VOCABULARY == APART)
-        sums.term = sums.excess = 0; /* so that nothing is computed for them */
-    sums = exchanged(a, ring, team, sums);
-    return VOCABULARY == APART ? of_masses(a, survey, sums) : sums;
+    return exchanged(a, ring, team, own_sums<VOCABULARY>(a, share, ring, team, survey, usual, correction, parameters));
 }
 
-#if HAS_APART && HAS_SLOPE
-/* The same of a row that is apart, of a kind that has slopes; they are kept, if they are to be */
-template <>
-INLINE Sums summed<APART>(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual,
-                          float correction, Parameters parameters)
+#if HAS_APART && !IS_SURVEYED
+/* Whether no logit is -inf: a mass of 0 times an infinite ratio is no number. */
+INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && agreed(fabsf(survey.moments[CROSS_Q]) < MOST); }
+
+/* Σ q log(q/p), more or less: where a logit is -inf log-ratios to base 2 are bounded by MOST_BITS. */
+INLINE float foretold_divergence(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
-    Sums sums;
-    const Row row = row_of<APART>(a, survey, sums, usual, correction);
+    if (!IS_FORETOLD)
+        return 0;
+    float cross_q = survey.moments[CROSS_Q];
+    if (!is_finite(survey)) {
+        const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
+        const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
+        SlopeSums sum;
+        each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++) {
+                const float x_power = fmaf(input_of(a, at(x, k)), x_factor, -x_low);
+                const float ratio = fmaf(target_of(a, at(y, k)), y_factor, -y_low) - x_power;
+                sum.q += power_of_2(x_power) * fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS);
+            }
+        });
+        cross_q = exchanged(a, ring, team, sum).q;
+    }
+    return -LN2 * (cross_q / survey.x_total + log2f(survey.x_total / survey.y_total));
+}
+
+/* The mean slope_q, were log(p/q) normally distributed among the words that q chooses: with the variance v that their
+   divergence is half of, and the mean -v/2, as p's masses are to sum to 1. By the Gauss-Hermite rule of three nodes. */
+INLINE float expected_slope(const Arguments &a, float divergence, const Row &row, Parameters parameters)
+{
+    const float variance = 2 * fminf(fmaxf(divergence, 0), MOST_BITS), deviation = sqrtf(3 * variance);
+    const float x = row.input_top / binary(a.input_scale), y = row.target_top / binary(a.target_scale); /* of masses of 1 */
+    const auto slope = [&](float ratio) {
+        return apart_parts(x, y + ratio / a.target_scale, row, parameters).slope_q;
+    };
+    const float mean = -0.5f * variance;
+    return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) / 6;
+}
+
+/* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
+   FINITE: no logit is -inf. */
+template <bool FINITE>
+INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual,
+                             float expected, Parameters parameters)
+{
+    SlopeSums by_slope;
+    const Row row = row_of<APART>(a, survey, {}, usual, 0);
     const auto add = [&](float x, float y) {
-        const Parts parts = apart_parts(x, y, row, parameters);
-        sums.d_log_p += parts.p * parts.slope_p;
-        sums.d_log_q += parts.q * parts.slope_q;
+        const Parts parts = FINITE ? apart_parts(x, y, row, parameters)
+                                   : apart_parts(bounded_logit(x, a.input_scale), bounded_logit(y, a.target_scale), row, parameters);
+        by_slope.p += parts.p * parts.slope_p;
+        by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
-    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, Place place) {
+    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *place) {
         float masses[WIDTH], slopes[WIDTH];
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
             const float q = input_of(a, at(x, k));
             const Parts parts = add(q, target_of(a, at(y, k)));
             masses[k] = INPUT_IS_CAPPED ? parts.q * cap_slope(q, a.input_cap) : parts.q;
-            slopes[k] = parts.slope_q;
+            slopes[k] = parts.slope_q - expected;
         }
 #if KEEPS_SLOPES
         keep(ring, place, masses, slopes);
 #endif
     });
     each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
-    sums = of_masses(a, survey, exchanged(a, ring, team, sums));
+    by_slope = exchanged(a, ring, team, by_slope);
+    if (IS_NARROW) { /* of masses as they were there */
+        by_slope.p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
+        by_slope.q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
+    }
     const Affinity common = apart_affinity(row, parameters);
-    sums.d_log_p = common.factor_p * sums.d_log_p + common.offset_p;
-    sums.d_log_q = common.factor_q * sums.d_log_q + common.offset_q;
-    sums.term = sums.d_log_p + sums.d_log_q;
+    Sums sums;
+    sums.d_log_p = common.factor_p * by_slope.p + common.offset_p;
+    sums.d_log_q = common.factor_q * by_slope.q + common.offset_q;
+    sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     return sums;
 }
 #endif
@@ -996,7 +1013,11 @@ struct Upstream {
 template <int VOCABULARY>
 INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, Parameters parameters, Upstream upstream, X &input, Y &target)
 {
-    const float q = input_of(a, x), p = target_of(a, y);
+    float q = input_of(a, x), p = target_of(a, y);
+    if (VOCABULARY == APART) {
+        q = bounded_logit(q, a.input_scale);
+        p = bounded_logit(p, a.target_scale);
+    }
     const Element e = element<VOCABULARY>(q, p, row, parameters);
     input = rounded<X>(e.input * (INPUT_IS_CAPPED ? upstream.input * cap_slope(q, a.input_cap) : upstream.input));
     target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? upstream.target * cap_slope(p, a.target_cap) : upstream.target));
@@ -1021,7 +1042,7 @@ INLINE void write_vector(const Share &share, const Packed<X> &input, const Packe
 
 template <int VOCABULARY>
 INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                            bool usual, float correction, Parameters parameters, Upstream upstream)
+                            bool usual, float correction, float expected, Parameters parameters, Upstream upstream)
 {
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
     const auto one = [&](float x, float y, int i) {
@@ -1034,15 +1055,15 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
         each_element<true>(share, ring, team, one);
         return;
     }
-    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, Place place) {
+    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, const X *) {
         Packed<X> input;
         Packed<Y> target;
 #if KEEPS_SLOPES
         if (VOCABULARY == APART) {
             const Affinity common = apart_affinity(row, parameters);
-            const float of_slope = upstream.input * common.factor_q, less = upstream.input * (common.offset_q - row.input_sum_gradient);
+            const float of_slope = upstream.input * common.factor_q, less = upstream.input * (common.factor_q * expected + common.offset_q - row.input_sum_gradient);
             float masses[WIDTH], slopes[WIDTH];
-            kept(place, x, y, masses, slopes);
+            kept(x, y, masses, slopes);
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
                 input.element[k] = rounded<X>(flushed_product(masses[k], fmaf(slopes[k], of_slope, less)));
@@ -1116,7 +1137,7 @@ INLINE void write_close_gradients(const Arguments &a, const Share &share, Ring &
         return;
     }
 #endif
-    write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
+    write_gradients<CLOSE>(a, share, ring, team, survey, sums, usual, correction, 0, parameters, upstream);
 }
 
 /* The row again, where masses and slopes have taken its place */
@@ -1182,6 +1203,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
     Sums sums;
     int vocabulary = GUARDED;
     float correction = 0; /* of the shift between the norms */
+    float expected = 0;   /* of slopes that are kept */
     const auto is_apart = [&] { /* what is left of 1 - overlap is in both partial derivatives */
         const float least = HAS_OVERLAP ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
         return agreed(least > LEAST_APART) && is_number(sums);
@@ -1212,20 +1234,24 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         const float shift = log2f(survey.x_total * y_inverse);
         /* 1 - overlap is to keep its digits */
         const float overlap_norm = a.exponent == 0.5f ? sqrtf(survey.x_total / survey.y_total) : power_of_2(a.exponent * shift);
-        const Element whole = of_moments(y_inverse * (survey.cross_p + survey.y_total * shift) * LN2,
-                                         x_inverse * (survey.cross_q + survey.x_total * shift) * LN2,
-                                         survey.overlap / survey.x_total * overlap_norm, parameters);
+        const float *moments = survey.moments;
+        const Element whole = of_moments(HAS_CROSS_P ? y_inverse * (moments[CROSS_P] + survey.y_total * shift) * LN2 : 0,
+                                         HAS_CROSS_Q ? x_inverse * (moments[CROSS_Q] + survey.x_total * shift) * LN2 : 0,
+                                         HAS_OVERLAP ? moments[OVERLAP] / survey.x_total * overlap_norm : 0, parameters);
         sums = { whole.term, whole.d_log_p, whole.d_log_q };
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
 #else
-#if IS_SAMPLED
-        const bool seems_close = agreed(survey.alike > 0.75f * LANES * team.size && term_factor(a, 2) != 0);
-#else
-        const bool seems_close = false;
-#endif
+        /* To leading order the kind is 2·c₂ of it; jensen_shannon is never more than 2.8·c₂, so that exchanging p and q
+           changes no row's vocabulary. */
+        const float foretold = foretold_divergence(a, share, ring, team, survey);
+        const bool seems_close = IS_FORETOLD && agreed(3 * term_factor(a, 2) * foretold < LEAST_APART && term_factor(a, 2) != 0);
         if (one_scale && !seems_close) {
-            sums = summed<APART>(a, share, ring, team, survey, usual, correction, parameters);
+            if (KEEPS_SLOPES && IS_FORETOLD)
+                expected = expected_slope(a, foretold, row_of<APART>(a, survey, {}, usual, 0), parameters);
+            sums = is_finite(survey)
+                ? summed_by_slopes<true>(a, share, ring, team, survey, usual, expected, parameters)
+                : summed_by_slopes<false>(a, share, ring, team, survey, usual, expected, parameters);
             if (is_apart())
                 vocabulary = APART;
             else
@@ -1279,11 +1305,11 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
     if (WANT_GRADIENT) {
         const Upstream upstream(a, (float)(weight * a.scale * done.slope));
         if (vocabulary == APART)
-            write_gradients<APART>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
+            write_gradients<APART>(a, share, ring, team, survey, sums, usual, correction, expected, parameters, upstream);
         else if (vocabulary == CLOSE)
             write_close_gradients(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
         else
-            write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, correction, parameters, upstream);
+            write_gradients<GUARDED>(a, share, ring, team, survey, sums, usual, correction, 0, parameters, upstream);
     } else {
         release_row(share, ring, team);
     }

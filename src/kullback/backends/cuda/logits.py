@@ -164,11 +164,11 @@ def layout(
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
     both_logits = problem.form == problem.target_form == "logits"
-    # A float16 gradient has more digits than a mass that is kept.
-    keeps = both_logits and problem.has_slope and x == torch.bfloat16 and y.itemsize == 2 and want == (True, False)
-    low_bytes = None if not keeps else 0 if problem.slope_is_short else 1
+    # A float16 gradient has more digits than a mass that is kept, and a slope is kept in float16.
+    keeps = both_logits and x == torch.bfloat16 and y.itemsize == 2 and want == (True, False)
+    keeps = keeps and problem.has_slope and problem.longest_slope < torch.finfo(torch.float16).max
     light = problem.is_crossed and not any(problem.capped)
-    return plan.logits(vocab, x, y, all(want), known, fits, low_bytes, light)
+    return plan.logits(vocab, x, y, all(want), known, fits, keeps, light)
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class LogitsShape:
     width: int  # elements of a 16-byte access
     min_blocks: int  # of a multiprocessor: bounds the registers
     held: int = 0  # vectors of a row that a thread keeps in registers: all that it has
-    low_bytes: int | None = None  # of slopes, beside a row whose place they and masses take; None: they do not
+    keeps_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
 
     @property
     def threads(self) -> int:
@@ -88,8 +88,7 @@ class LogitsShape:
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
             "HELD": self.held,
-            "KEEPS_SLOPES": int(self.low_bytes is not None),
-            "LOW_BYTES": self.low_bytes or 0,
+            "KEEPS_SLOPES": int(self.keeps_slopes),
         }
 
 
@@ -111,8 +110,8 @@ class Layout:
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
 STATIC_BYTES = 512  # of these, at most, for what a kernel declares
 BARRIER_BYTES = 8
-MAILBOXES, LETTER_BYTES = 2, 32
-SLOT_BYTES = 16 << 10
+MAILBOXES, LETTER_BYTES = 2, 24
+SLOT_BYTES = 13 << 10  # of a slot, at least, where a row has as many
 MAX_CLUSTER = 8  # the largest that every device admits
 
 
@@ -131,15 +130,15 @@ def logits(
     both: bool,
     known: bool,
     fits: bool,
-    low_bytes: int | None = None,
+    keeps_slopes: bool = False,
     light: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted; `known`: whether only gradients, of rows whose states are known; `fits`:
     whether the device and the tensors admit rows on chip;
-    `low_bytes`: of slopes, beside rows whose place they and masses are to take; `light`: whether the formula leaves
-    registers for a row.
+    `keeps_slopes`: whether masses and slopes are to take the place of rows on chip; `light`: whether the formula
+    leaves registers for a row.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -148,17 +147,15 @@ def logits(
     for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
         share = math.ceil(vectors / cluster)
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
-            slot_vectors = SLOT_BYTES // vector_bytes // lanes * lanes
-            slot_bytes = slot_vectors * (vector_bytes + (low_bytes or 0) * per_vector)
             mail = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
             free = SHARED - STATIC_BYTES - mail - groups * MAILBOXES * BARRIER_BYTES
-            slots = free // (slot_bytes + 2 * BARRIER_BYTES)
-            pieces = math.ceil(share / slot_vectors)
+            slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, free)
+            slot_bytes = slot_vectors * vector_bytes
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
-                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, low_bytes=low_bytes)
+                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, keeps_slopes=keeps_slopes)
                 barriers = slots * slot_bytes + mail
                 shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
                 return Layout(shape, cluster, slots, slot_vectors, share, pieces, slots * slot_bytes, barriers, shared)
@@ -169,3 +166,20 @@ def logits(
     else:
         shape = LogitsShape(known, False, 256, 1, per_vector, 2)
     return Layout(shape, share=vectors)
+
+
+def _ring(share: int, vector_bytes: int, lanes: int, free: int) -> tuple[int, int, int]:
+    """Slots, vectors of each, and slots that a row takes: the most rows on chip, in the fewest pieces.
+
+    Pieces keep threads as busy as the whole row does. More than one, so that the next row's first can come early.
+    """
+    rings = []
+    most = max(share * vector_bytes // SLOT_BYTES, 1)
+    for pieces in range(min(2, most), most + 1):
+        even = math.ceil(share / pieces)
+        for vectors in (even, math.ceil(even / lanes) * lanes):
+            last = share - (pieces - 1) * vectors
+            turns = (pieces - 1) * math.ceil(vectors / lanes) + math.ceil(last / lanes)
+            if last > 0 and turns == math.ceil(share / lanes):
+                rings.append((free // (vectors * vector_bytes + 2 * BARRIER_BYTES), vectors, pieces))
+    return max(rings, key=lambda ring: (ring[0] / ring[2], -ring[2]))
