@@ -36,15 +36,15 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 0
 #define HAS_OVERLAP 0
 #endif
-/* Whether Σ q log(q/p) says what to try first, so that rows that are close need not be summed as if apart, and what to
-   expect of slopes */
+/* Whether the log-ratio's mean and variance among the words that q chooses say what to try first, so that rows that are close
+   need not be summed as if apart, and what to expect of slopes */
 #define IS_FORETOLD (HAS_SERIES && !IS_SURVEYED)
 #if IS_FORETOLD
 #undef HAS_CROSS_Q
 #define HAS_CROSS_Q 1
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, MOMENTS = OVERLAP + HAS_OVERLAP };
+enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUARE_Q = OVERLAP + HAS_OVERLAP, MOMENTS = SQUARE_Q + IS_FORETOLD };
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
@@ -148,6 +148,10 @@ struct alignas(8) Survey {
         const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
         const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
         const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
+        if (IS_FORETOLD) {
+            const float more = y_less - x_less;
+            moments[SQUARE_Q] = rounded_once(x_rescale * (moments[SQUARE_Q] + more * (2 * moments[CROSS_Q] + more * x_total)));
+        }
         if (HAS_CROSS_P)
             moments[CROSS_P] = rounded_once(y_rescale * (moments[CROSS_P] + y_total * (y_less - x_less)));
         if (HAS_CROSS_Q)
@@ -186,7 +190,9 @@ struct alignas(8) Survey {
                 const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
                     parts[CROSS_P] += p * bounded(ratio);
-                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; where it foretells, where q is too */
+                if (IS_FORETOLD) /* no number where either is 0 */
+                    parts[SQUARE_Q] = fmaf(q * ratio, ratio, parts[SQUARE_Q]);
+                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q */
                     parts[CROSS_Q] += q * (IS_FORETOLD || ratio == ratio ? ratio : 0);
 #endif
 #if HAS_OVERLAP
@@ -923,39 +929,47 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
 /* Whether no logit is -inf: a mass of 0 times an infinite ratio is no number. */
 INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && agreed(fabsf(survey.moments[CROSS_Q]) < MOST); }
 
-/* Σ q log(q/p), more or less: where a logit is -inf log-ratios to base 2 are bounded by MOST_BITS. */
-INLINE float foretold_divergence(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
+/* Of log(p/q) among the words that q chooses: the mean is less than 0 by the divergence of p from q. */
+struct Ratios {
+    float mean, variance;
+};
+
+/* Where a logit is -inf log-ratios to base 2 are bounded by MOST_BITS. */
+INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
     if (!IS_FORETOLD)
-        return 0;
-    float cross_q = survey.moments[CROSS_Q];
+        return {};
+    float first = survey.moments[CROSS_Q], second = survey.moments[SQUARE_Q];
     if (!is_finite(survey)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
-        SlopeSums sum;
+        SlopeSums sums;
         each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
                 const float x_power = fmaf(input_of(a, at(x, k)), x_factor, -x_low);
                 const float ratio = fmaf(target_of(a, at(y, k)), y_factor, -y_low) - x_power;
-                sum.q += power_of_2(x_power) * fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS);
+                const float bounded = fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS), part = power_of_2(x_power) * bounded;
+                sums.p += part;
+                sums.q = fmaf(part, bounded, sums.q);
             }
         });
-        cross_q = exchanged(a, ring, team, sum).q;
+        sums = exchanged(a, ring, team, sums);
+        first = sums.p;
+        second = sums.q;
     }
-    return -LN2 * (cross_q / survey.x_total + log2f(survey.x_total / survey.y_total));
+    const float mean = first / survey.x_total;
+    return { LN2 * (mean + log2f(survey.x_total / survey.y_total)), LN2 * LN2 * fmaxf(second / survey.x_total - mean * mean, 0) };
 }
 
-/* The mean slope_q, were log(p/q) normally distributed among the words that q chooses: with the variance v that their
-   divergence is half of, and the mean -v/2, as p's masses are to sum to 1. By the Gauss-Hermite rule of three nodes. */
-INLINE float expected_slope(const Arguments &a, float divergence, const Row &row, Parameters parameters)
+/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
+INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, Parameters parameters)
 {
-    const float variance = 2 * fminf(fmaxf(divergence, 0), MOST_BITS), deviation = sqrtf(3 * variance);
+    const float deviation = sqrtf(3 * ratios.variance), mean = fmaxf(ratios.mean, -MOST_BITS);
     const float x = row.input_top / binary(a.input_scale), y = row.target_top / binary(a.target_scale); /* of masses of 1 */
     const auto slope = [&](float ratio) {
-        return apart_parts(x, y + ratio / a.target_scale, row, parameters).slope_q;
+        return apart_parts(x, y + fminf(fmaxf(ratio, -2 * MOST_BITS), 2 * MOST_BITS) / a.target_scale, row, parameters).slope_q;
     };
-    const float mean = -0.5f * variance;
     return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) / 6;
 }
 
@@ -1242,13 +1256,13 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
 #else
-        /* To leading order the kind is 2·c₂ of it; jensen_shannon is never more than 2.8·c₂, so that exchanging p and q
+        /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂, so that exchanging p and q
            changes no row's vocabulary. */
-        const float foretold = foretold_divergence(a, share, ring, team, survey);
-        const bool seems_close = IS_FORETOLD && agreed(3 * term_factor(a, 2) * foretold < LEAST_APART && term_factor(a, 2) != 0);
+        const Ratios ratios = foretold(a, share, ring, team, survey);
+        const bool seems_close = IS_FORETOLD && agreed(-3 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0);
         if (one_scale && !seems_close) {
             if (KEEPS_SLOPES && IS_FORETOLD)
-                expected = expected_slope(a, foretold, row_of<APART>(a, survey, {}, usual, 0), parameters);
+                expected = expected_slope(a, ratios, row_of<APART>(a, survey, {}, usual, 0), parameters);
             sums = is_finite(survey)
                 ? summed_by_slopes<true>(a, share, ring, team, survey, usual, expected, parameters)
                 : summed_by_slopes<false>(a, share, ring, team, survey, usual, expected, parameters);
