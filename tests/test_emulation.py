@@ -277,3 +277,81 @@ def test_a_common_top_at_any_temperature(path, generator, kind, temperature, dty
     gradient = torch.autograd.grad(losses.sum(), ours)[0]
     expected = torch.autograd.grad(truth.sum(), leaves[0])[0]
     assert relative_error(gradient, expected) < 4e-3
+
+
+MASKS = [-1e4, -1e5, -1e9, torch.finfo(torch.bfloat16).min, -inf]
+
+
+@emulated
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation", "kl"])
+def test_rows_on_chip(path, monkeypatch, generator, kind, mask):
+    """Of several pieces, ends outside vectors; masked on both sides, on one; close, and close but for some words."""
+    emulation.on_chip(monkeypatch)
+    params, vocab = oracle.PARAMETERS[kind], 13341
+    y = 2 * torch.randn(7, vocab, generator=generator)
+    noise = torch.randn(7, vocab, generator=generator)
+    x = y + noise
+    x[:2, 90:200] = y[:2, 90:200] = mask
+    if kind != "kl":
+        x[2, 90:110] = y[3, 90:110] = mask
+    x[4], x[5] = y[4] + 0.02 * noise[4], y[5] + 0.02 * noise[5]
+    x[5, ::61] += 2 * noise[5, ::61]
+    x[6] = float("nan")
+    x, y = x.bfloat16(), y.bfloat16()
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 0.0])
+    rows = weight != 0
+    for temperature in (1.0, 1.7):
+        a = x.double().requires_grad_()
+        losses = oracle.divergence(a[rows], y[rows].double(), kind, temperature=temperature, **params)
+        truth = (losses * weight[rows]).sum()
+        (expected,) = torch.autograd.grad(truth, a)
+        b = x.clone().requires_grad_()
+        loss = kullback.divergence(b, y, kind, temperature=temperature, row_weight=weight, reduction="sum", **params)
+        (ours,) = torch.autograd.grad(loss, b)
+        assert relative_error(loss, truth) < 1e-5
+        assert ours[6].count_nonzero() == 0
+        assert ours[:2, 90:200].count_nonzero() == 0
+        for row in rows.nonzero().flatten().tolist():
+            assert relative_error(ours[row], expected[row]) < 4e-3
+        if kind in ("jensen_shannon", "skew_kl"):
+            ulps = (ours.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()).abs()
+            assert (ulps[ours != 0] > 1).double().mean() < 1e-3
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl"])
+def test_rows_far_below_zero(path, generator, kind):
+    """Exponents are measured from the row's norm, not from 0; an infinite logit among them."""
+    params = oracle.PARAMETERS[kind]
+    y = -7000 + 8 * torch.randn(3, 4096, generator=generator)
+    x = y + 4 * torch.randint(-1, 2, y.shape, generator=generator)
+    x[1, 5] = y[1, 5] = y[2, 9] = -inf
+    x, y = x.half(), y.half()
+    leaves = [t.double().requires_grad_() for t in (x, y)]
+    truth = oracle.divergence(*leaves, kind, **params)
+    expected = torch.autograd.grad(truth.sum(), leaves)
+    ours = [t.clone().requires_grad_() for t in (x, y)]
+    losses = kullback.divergence(*ours, kind, reduction="none", **params)
+    assert relative_error(losses, truth) < 1e-5
+    for mine, theirs in zip(torch.autograd.grad(losses.sum(), ours), expected, strict=True):
+        assert relative_error(mine, theirs) < 2e-3
+        assert mine[1, 5] == 0
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", ["masked", "first word", "last word"])
+def test_jensen_shannon_is_symmetric_near_its_bound(path, generator, dtype, case):
+    """To the bit, though what tells rows that are close from others, Σ q log(q/p), is not."""
+    vocab = 4097
+    y, noise = 3 * torch.randn(2, 8, vocab, generator=generator)
+    x = y + torch.linspace(0.1, 0.5, 8)[:, None] * noise
+    x[:, 5] = y[:, 5] = -inf
+    if case == "first word":
+        x[:, 0], y[:, 0] = -16, 3
+    if case == "last word":
+        x[:, -1], y[:, -1] = 12, 11
+    x, y = x.to(dtype), y.to(dtype)
+    one, other = (kullback.divergence(*pair, "jensen_shannon", reduction="none") for pair in ((x, y), (y, x)))
+    assert torch.equal(one, other)

@@ -148,7 +148,7 @@ def ratio_or_zero(x: Value, y: Value) -> Value:
 
 
 def mixture(a: Value, p: Value, b: Value, q: Value) -> Value:
-    """a·p + b·q; of masses of logits in a row that is apart a kernel may add as little as lets it have a logarithm"""
+    """a·p + b·q; of masses of logits a kernel may add as little as lets it have a logarithm and a reciprocal"""
     if _are_logit_masses(p, q):
         return _apply("mixture", a, p, b, q)
     return a * p + b * q

@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def longest_slope(self) -> float:
-        """Of d_log_q / q the largest where p is e^±30 q: it grows with the log-ratio at most, or not at all."""
+        """Of d_log_q / q the largest where p is e^±30 q; beyond that it grows with the log-ratio at most."""
         ratio = torch.tensor([-30.0, 30.0], dtype=torch.float64, device="cpu")
         slope = element_at(self.kind, self.numbers[len(NUMBERS) :], ratio).slope_q
         return float(torch.as_tensor(slope).abs().max())

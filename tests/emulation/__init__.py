@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU: their own source, compiled for it, run by fibers. Without clusters and bulk copies.
+"""CUDA kernels on a CPU: their own source, compiled for it, run by fibers. Clusters are of one block.
 
 Slow, and the special functions are libm's: it tells whether a kernel is right, and nothing of its speed.
 """
@@ -15,6 +15,7 @@ import torch
 from kullback.backends import build, cuda
 from kullback.backends.c import compile
 from kullback.backends.cuda import logits, support
+from kullback.backends.cuda.launch import text
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
@@ -22,6 +23,9 @@ UNARY = re.compile(r'asm\("([a-zA-Z0-9.]+) %0, ([^"]*);" : "=[fh]"\(([\w.]+)\) :
 OPERAND = re.compile(r'"[fh]"\(')
 SHARED_VECTOR = re.compile(
     r'asm volatile\("ld\.shared\.v4.*?"r"\(\(unsigned\)__cvta_generic_to_shared\((.*?)\)\)\);', re.S
+)
+HALVES = re.compile(
+    r'asm\("cvt\.rn\.satfinite\.f16x2\.f32 %0, %1, %2;" : "=r"\((.*?)\) : "f"\((.*?)\), "f"\((.*?)\)\);'
 )
 TYPES = {"double": ctypes.c_double, "long long": ctypes.c_int64}
 
@@ -34,11 +38,17 @@ def on_cpu(source: str) -> str:
         operands = OPERAND.sub("(", match[4])
         return f"{match[3]} = {name}({operands});"
 
+    source = source.replace(text("cluster.cuh"), (HERE / "cluster.h").read_text())
     source = UNARY.sub(call, source)
+    source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
     source = SHARED_VECTOR.sub(r"words[i] = *(\1);", source)
     source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
     source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
-    source = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"static \1 *const \2 = (\1 *)gpu::shared;", source)
+    source = re.sub(
+        r"extern __shared__ (?:__align__\(128\) )?([\w ]+) (\w+)\[\];",
+        r"static \1 *const \2 = (\1 *)gpu::shared;",
+        source,
+    )
     return "#pragma once\n" + (HERE / "gpu.h").read_text() + source
 
 
@@ -94,7 +104,7 @@ workspace.kept = []
 
 @contextlib.contextmanager
 def emulated(monkeypatch):
-    """Inside, the CUDA path's verbs run on CPU tensors; rows stay off the chip."""
+    """Inside, the CUDA path's verbs run on CPU tensors; rows stay off the chip, until `on_chip` is called."""
     caches = [cuda._launcher, cuda._scaler, logits._prepared, logits._launcher]
     caches += [support._launcher, support._entries_launcher]
     for module in (cuda, logits, support):
@@ -110,3 +120,9 @@ def emulated(monkeypatch):
     for cache in caches:
         cache.cache_clear()
     workspace.kept.clear()
+
+
+def on_chip(monkeypatch):
+    """Rows of `emulated` tensors that one block can hold are on chip."""
+    monkeypatch.setattr(logits, "_has_clusters", lambda index: True)
+    logits._prepared.cache_clear()

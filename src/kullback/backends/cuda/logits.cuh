@@ -50,8 +50,9 @@ enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUA
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-/* A log-ratio, as far as it foretells something */
-#define MOST_BITS 20.0f
+/* A log-ratio to base 2, as far as it foretells something, and a variance of such that is believed */
+#define MOST_BITS 10.0f
+#define MOST_VARIED 16.0f
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS -1e4f
 /* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
@@ -501,7 +502,7 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 /* Of each element its mass in 16 bits, in x's place, and in y's its slope in half precision, less what is to be expected of
    it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A mass is below 2: the
    first two bits of a float are 0. Of two in a word the one above is cut instead of rounded: when it is read, the one below
-   stays behind it. */
+   stays behind it. A slope of no mass may be longer than halves are: it stays finite, for the product to be 0. */
 INLINE void keep(const Ring &ring, const X *x, const float *masses, const float *slopes)
 {
     unsigned mass[WIDTH / 2], slope[WIDTH / 2];
@@ -509,7 +510,7 @@ INLINE void keep(const Ring &ring, const X *x, const float *masses, const float 
     for (int i = 0; i < WIDTH / 2; i++) {
         const float *m = masses + 2 * i, *s = slopes + 2 * i;
         mass[i] = __byte_perm(__float_as_uint(m[0]) * 4 + 0x8000, __float_as_uint(m[1]) * 4, 0x7632);
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
+        asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
     }
     put((void *)x, *(const uint4 *)mass);
     put((void *)(x + ring.vectors * WIDTH), *(const uint4 *)slope);
@@ -702,8 +703,11 @@ template <int VOCABULARY, typename F, typename... VECTORS> INLINE void each_of(F
     }
 }
 
-/* A logit as log_part takes it: -inf has an exponent too. */
-INLINE float bounded_logit(float x, float scale) { return HAS_LOG_PART && IS_NARROW ? fmaxf(x, NO_MASS / binary(scale)) : x; }
+/* A logit as log_part takes it, of a row whose norm is in the exponent: -inf has an exponent too. */
+INLINE float bounded_logit(float x, float top, float scale)
+{
+    return HAS_LOG_PART && IS_NARROW ? fmaxf(x, (top + NO_MASS) / binary(scale)) : x;
+}
 
 template <int VOCABULARY> INLINE Element element(float x, float y, const Row &row, Parameters parameters)
 {
@@ -926,7 +930,10 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
 }
 
 #if HAS_APART && !IS_SURVEYED
-/* Whether no logit is -inf: a mass of 0 times an infinite ratio is no number. */
+#if !HAS_SLOPE
+#error "A kind has moments or slopes."
+#endif
+/* Whether all exponents are finite: a mass of 0 times an infinite ratio is no number. */
 INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && agreed(fabsf(survey.moments[CROSS_Q]) < MOST); }
 
 /* Of log(p/q) among the words that q chooses: the mean is less than 0 by the divergence of p from q. */
@@ -934,47 +941,51 @@ struct Ratios {
     float mean, variance;
 };
 
-/* Where a logit is -inf log-ratios to base 2 are bounded by MOST_BITS. */
+/* Where one is infinite, or they vary so much that few words may be why, once more with each bounded. (So bounded, too, the
+   mean's divergence is more than 2.8 times jensen_shannon.) */
 INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
     if (!IS_FORETOLD)
         return {};
-    float first = survey.moments[CROSS_Q], second = survey.moments[SQUARE_Q];
-    if (!is_finite(survey)) {
+    const float shift = log2f(survey.x_total / survey.y_total);
+    float mean = survey.moments[CROSS_Q] / survey.x_total, variance = survey.moments[SQUARE_Q] / survey.x_total - mean * mean;
+    mean += shift;
+    if (!agreed(fabsf(mean) < MOST && variance < MOST_VARIED)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
         SlopeSums sums;
+        const auto add = [&](float x, float y) {
+            const float x_power = fmaf(x, x_factor, -x_low), ratio = fmaf(y, y_factor, -y_low) - x_power + shift;
+            const float bounded = fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS), part = power_of_2(x_power) * bounded;
+            sums.p += part;
+            sums.q = fmaf(part, bounded, sums.q);
+        };
         each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
 #pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                const float x_power = fmaf(input_of(a, at(x, k)), x_factor, -x_low);
-                const float ratio = fmaf(target_of(a, at(y, k)), y_factor, -y_low) - x_power;
-                const float bounded = fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS), part = power_of_2(x_power) * bounded;
-                sums.p += part;
-                sums.q = fmaf(part, bounded, sums.q);
-            }
+            for (int k = 0; k < WIDTH; k++)
+                add(input_of(a, at(x, k)), target_of(a, at(y, k)));
         });
+        each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
         sums = exchanged(a, ring, team, sums);
-        first = sums.p;
-        second = sums.q;
+        mean = sums.p / survey.x_total;
+        variance = sums.q / survey.x_total - mean * mean;
     }
-    const float mean = first / survey.x_total;
-    return { LN2 * (mean + log2f(survey.x_total / survey.y_total)), LN2 * LN2 * fmaxf(second / survey.x_total - mean * mean, 0) };
+    return { LN2 * mean, LN2 * LN2 * fmaxf(variance, 0) };
 }
 
 /* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
 INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, Parameters parameters)
 {
-    const float deviation = sqrtf(3 * ratios.variance), mean = fmaxf(ratios.mean, -MOST_BITS);
+    const float deviation = sqrtf(3 * ratios.variance), mean = ratios.mean;
     const float x = row.input_top / binary(a.input_scale), y = row.target_top / binary(a.target_scale); /* of masses of 1 */
     const auto slope = [&](float ratio) {
-        return apart_parts(x, y + fminf(fmaxf(ratio, -2 * MOST_BITS), 2 * MOST_BITS) / a.target_scale, row, parameters).slope_q;
+        return apart_parts(x, y + ratio / a.target_scale, row, parameters).slope_q;
     };
     return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) / 6;
 }
 
 /* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
-   FINITE: no logit is -inf. */
+   FINITE: all exponents are. */
 template <bool FINITE>
 INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey, bool usual,
                              float expected, Parameters parameters)
@@ -983,7 +994,8 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
     const Row row = row_of<APART>(a, survey, {}, usual, 0);
     const auto add = [&](float x, float y) {
         const Parts parts = FINITE ? apart_parts(x, y, row, parameters)
-                                   : apart_parts(bounded_logit(x, a.input_scale), bounded_logit(y, a.target_scale), row, parameters);
+                                   : apart_parts(bounded_logit(x, row.input_top, a.input_scale),
+                                                 bounded_logit(y, row.target_top, a.target_scale), row, parameters);
         by_slope.p += parts.p * parts.slope_p;
         by_slope.q += parts.q * parts.slope_q;
         return parts;
@@ -1029,8 +1041,8 @@ INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, 
 {
     float q = input_of(a, x), p = target_of(a, y);
     if (VOCABULARY == APART) {
-        q = bounded_logit(q, a.input_scale);
-        p = bounded_logit(p, a.target_scale);
+        q = bounded_logit(q, row.input_top, a.input_scale);
+        p = bounded_logit(p, row.target_top, a.target_scale);
     }
     const Element e = element<VOCABULARY>(q, p, row, parameters);
     input = rounded<X>(e.input * (INPUT_IS_CAPPED ? upstream.input * cap_slope(q, a.input_cap) : upstream.input));

@@ -171,7 +171,8 @@ def logits(
 def _ring(share: int, vector_bytes: int, lanes: int, free: int) -> tuple[int, int, int]:
     """Slots, vectors of each, and slots that a row takes: the most rows on chip, in the fewest pieces.
 
-    Pieces keep threads as busy as the whole row does. More than one, so that the next row's first can come early.
+    Pieces keep threads as busy as the whole row does. More than one, where a row is as long as two slots, so that the
+    next row's first can come early.
     """
     rings = []
     most = max(share * vector_bytes // SLOT_BYTES, 1)

@@ -1,0 +1,55 @@
+/* What cluster.cuh is, of a cluster of one block: its barriers as counters, its copies at once. What a copy engine would
+   refuse, or a barrier count wrongly, aborts. */
+
+INLINE unsigned cluster_rank() { return 0; }
+INLINE unsigned cluster_size() { return 1; }
+INLINE unsigned cluster_index() { return blockIdx.x; }
+INLINE unsigned cluster_count() { return gridDim.x; }
+INLINE void synchronize_cluster() { __syncthreads(); }
+
+struct Barrier {
+    short pending, arrivals;
+    int bytes : 31;
+    unsigned phase : 1;
+
+    void settle()
+    {
+        if (pending == 0 && bytes == 0) {
+            pending = arrivals;
+            phase ^= 1;
+        }
+    }
+    void arrive(int expected)
+    {
+        if (pending-- <= 0)
+            abort();
+        bytes += expected;
+        settle();
+    }
+};
+static_assert(sizeof(Barrier) == sizeof(unsigned long long));
+
+INLINE void initialize(unsigned long long *barrier, unsigned arrivals)
+{
+    *(Barrier *)barrier = { (short)arrivals, (short)arrivals, 0, 0 };
+}
+INLINE void arrive(unsigned long long *barrier) { ((Barrier *)barrier)->arrive(0); }
+INLINE void expect(unsigned long long *barrier, unsigned bytes) { ((Barrier *)barrier)->arrive((int)bytes); }
+INLINE void await(unsigned long long *barrier, unsigned parity)
+{
+    while (((Barrier *)barrier)->phase == parity)
+        gpu::yield();
+}
+INLINE void await_cluster(unsigned long long *barrier, unsigned parity) { await(barrier, parity); }
+
+INLINE void put(void *p, uint4 value) { *(uint4 *)p = value; }
+INLINE void order_before_copies() {}
+INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
+{
+    if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16)
+        abort();
+    memcpy(to, from, bytes);
+    ((Barrier *)barrier)->bytes -= (int)bytes;
+    ((Barrier *)barrier)->settle();
+}
+INLINE void send(float2 *, unsigned long long *, float2, unsigned) { abort(); }
