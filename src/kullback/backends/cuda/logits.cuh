@@ -44,7 +44,8 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 1
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUARE_Q = OVERLAP + HAS_OVERLAP, MOMENTS = SQUARE_Q + IS_FORETOLD };
+enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUARE_Q = OVERLAP + HAS_OVERLAP };
+enum { MOMENTS = SQUARE_Q + IS_FORETOLD };
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
@@ -140,7 +141,7 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
    factor is binary(scale) and the second product is rounded. */
 struct alignas(8) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
-    float moments[MOMENTS + !MOMENTS] = {}; /* those of divergences.py that are wanted; logarithms are to base 2 */
+    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -158,7 +159,8 @@ struct alignas(8) Survey {
         if (HAS_CROSS_Q)
             moments[CROSS_Q] = rounded_once(x_rescale * (moments[CROSS_Q] + x_total * (y_less - x_less)));
 #if HAS_OVERLAP
-        moments[OVERLAP] = moments[OVERLAP] == 0 ? 0 : product(moments[OVERLAP], power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less));
+        const float rescale = power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less);
+        moments[OVERLAP] = moments[OVERLAP] == 0 ? 0 : product(moments[OVERLAP], rescale);
 #endif
         if (INPUT_IS_LOGITS)
             x_total = product(x_total, x_rescale);
@@ -393,7 +395,8 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
         if (lane < size)
 #pragma unroll
             for (int i = 0; i < (int)(sizeof(T) / sizeof(float2)); i++)
-                send((float2 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float2 *)&mine)[i], (unsigned)lane);
+                send((float2 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float2 *)&mine)[i],
+                     (unsigned)lane);
         await_cluster(arrived, team.exchanges / MAILBOXES % 2);
     } else
 #endif
@@ -1087,7 +1090,8 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
 #if KEEPS_SLOPES
         if (VOCABULARY == APART) {
             const Affinity common = apart_affinity(row, parameters);
-            const float of_slope = upstream.input * common.factor_q, less = upstream.input * (common.factor_q * expected + common.offset_q - row.input_sum_gradient);
+            const float of_slope = upstream.input * common.factor_q;
+            const float less = upstream.input * (common.factor_q * expected + common.offset_q - row.input_sum_gradient);
             float masses[WIDTH], slopes[WIDTH];
             kept(x, y, masses, slopes);
 #pragma unroll
@@ -1268,8 +1272,8 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         if (is_apart())
             vocabulary = one_scale ? APART : CLOSE;
 #else
-        /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂, so that exchanging p and q
-           changes no row's vocabulary. */
+        /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂ of
+           it, so that exchanging p and q changes no row's vocabulary. */
         const Ratios ratios = foretold(a, share, ring, team, survey);
         const bool seems_close = IS_FORETOLD && agreed(-3 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0);
         if (one_scale && !seems_close) {
