@@ -279,7 +279,7 @@ def test_a_common_top_at_any_temperature(path, generator, kind, temperature, dty
     assert relative_error(gradient, expected) < 4e-3
 
 
-MASKS = [-1e4, -1e5, -1e9, torch.finfo(torch.bfloat16).min, -inf]
+MASKS = [-1e5, torch.finfo(torch.bfloat16).min, -inf]
 
 
 @emulated
