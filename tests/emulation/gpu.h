@@ -163,7 +163,7 @@ static inline float ptx_sqrt_approx_ftz_f32(float x) { return sqrtf(flushed(x));
 static inline float ptx_max_NaN_f32(float x, float y) { return x != x ? x : y != y ? y : x > y ? x : y; }
 static inline float ptx_mul_ftz_f32(float x, float y) { return flushed(flushed(x) * flushed(y)); }
 static inline float ptx_cvt_f32_f16(unsigned short x) { return (float)gpu::bits_of<_Float16>(x); }
-static inline unsigned short ptx_cvt_rn_f16_f32(float x);
+static inline unsigned short ptx_cvt_rn_f16_f32(float x) { return gpu::bits_of<unsigned short>((_Float16)x); }
 static inline unsigned halves_of(float high, float low)
 {
     const auto half = [](float x) { return (unsigned)ptx_cvt_rn_f16_f32(x > 65504 ? 65504 : x < -65504 ? -65504 : x); };
@@ -177,7 +177,6 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector)
         result |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return result;
 }
-static inline unsigned short ptx_cvt_rn_f16_f32(float x) { return gpu::bits_of<unsigned short>((_Float16)x); }
 static inline unsigned short ptx_cvt_rn_bf16_f32(float x)
 {
     const unsigned word = gpu::bits_of<unsigned>(x);
