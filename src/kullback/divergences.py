@@ -66,8 +66,9 @@ class Element(NamedTuple):
     d_log_p: Value
     d_log_q: Value
     finish: Callable[[Value], Finish] = identity
-    slope_p: Value = 0.0  # d_log_p / p and d_log_q / q, of kinds without moments: kernels may keep these
-    slope_q: Value = 0.0
+    slope_p: Value = 0.0  # d_log_p / p - lean · slope_q, of kinds without moments: kernels may sum and keep these
+    slope_q: Value = 0.0  # d_log_q / q
+    lean: Value = 0.0  # of the parameters
 
 
 class Moments(NamedTuple):
@@ -140,8 +141,9 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
     if x.centred:
         share = near(over, 0.25, log1p(over), log_part(x.p, m, log(part_of(x.p, m))))
         term = divergence_from(m, x.p, share, over)
-        slope_p, slope_q = share - alpha * over, other * other * relative
-        return Element(term, mass_times(x.p, slope_p), slope_q * x.q, slope_p=slope_p, slope_q=slope_q)
+        slope_q = other * other * relative
+        d_log_p, d_log_q = mass_times(x.p, share - alpha * over), slope_q * x.q
+        return Element(term, d_log_p, d_log_q, slope_p=share, slope_q=slope_q, lean=alpha / other)
     over = at_least(over, -1.0)
     # A mixture of subnormal masses may round to 0.
     apart = where(absolute(m) < 1e-45, 0.0, log_quotient(x.p, m))

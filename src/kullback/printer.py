@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from kullback.divergences import DIVERGENCES, Moments
@@ -55,20 +57,31 @@ INLINE Finish finish(double total, Parameters parameters)
 def print_slopes(problem: Problem) -> str:
     """Of a kind that has slopes, `Parts apart_parts(x, y, row, parameters)`: masses and slopes of a row that is apart.
 
-    Slopes are what is left of them when the row's `apart_affinity` is taken out. Macros say whether it has slopes, and
-    whether logarithms of a mass's part of a mixture are in its derivatives.
+    Slopes are what is left of them when the row's `apart_affinity` is taken out; the lean is between what is left.
+    Macros say whether there are slopes and a lean, whether logarithms of a mass's part of a mixture are in the
+    derivatives, and whether slope_q is one.
     """
     element = problem.formula.element
     has_log_part = any(step.op == "logit_log_part" for step in problem.program("d_log_p", "d_log_q").steps)
-    macros = _print_macros({"HAS_SLOPE": int(problem.has_slope), "HAS_LOG_PART": int(has_log_part)})
-    if not problem.has_slope:
-        return macros
-    names = _names(problem)
     p, q = affine(element["slope_p"]), affine(element["slope_q"])
-    common = Program({"factor_p": p.factor, "offset_p": p.offset, "factor_q": q.factor, "offset_q": q.offset})
+    is_log = getattr(q.rest, "op", None) == "logit_log2_part"
+    macros = {"HAS_SLOPE": problem.has_slope, "HAS_LOG_PART": has_log_part, "SLOPE_IS_LOG": is_log}
+    macros["HAS_LEAN"] = element["lean"] != 0.0
+    if not problem.has_slope:
+        return _print_macros(macros)
+    names = _names(problem)
+    common = Program(
+        {
+            "factor_p": p.factor,
+            "offset_p": p.offset + element["lean"] * q.offset,
+            "factor_q": q.factor,
+            "offset_q": q.offset,
+            "lean": element["lean"] * q.factor / p.factor,
+        }
+    )
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": p.rest, "slope_q": q.rest})
     return f"""\
-{macros}typedef struct {{ real {", ".join(common.outputs)}; }} Affinity;
+{_print_macros(macros)}typedef struct {{ real {", ".join(common.outputs)}; }} Affinity;
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Affinity apart_affinity(Row row, Parameters parameters)
 {{
@@ -128,8 +141,8 @@ INLINE Element of_moments(real cross_p, real cross_q, real overlap, Parameters p
 """
 
 
-def _print_macros(macros: dict[str, int]) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
+def _print_macros(macros: Mapping[str, int]) -> str:
+    return "".join(f"#define {name} {int(value)}\n" for name, value in macros.items())
 
 
 def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str) -> tuple[str, dict[str, str]]:

@@ -163,6 +163,7 @@ def formula(kind: str, form: str, target_form: str) -> Formula:
             "q": masses.q,
             "slope_p": element.slope_p,
             "slope_q": element.slope_q,
+            "lean": element.lean,
         },
         Program(finish._asdict()),
         finish.slope == 1.0,

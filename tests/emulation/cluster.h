@@ -52,4 +52,9 @@ INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long 
     ((Barrier *)barrier)->bytes -= (int)bytes;
     ((Barrier *)barrier)->settle();
 }
+INLINE void foresee(const void *from, unsigned bytes)
+{
+    if ((uintptr_t)from % 16 || bytes % 16)
+        abort();
+}
 INLINE void send(float2 *, unsigned long long *, float2, unsigned) { abort(); }

@@ -6,7 +6,7 @@ INLINE unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_
 INLINE unsigned cluster_rank()
 {
     unsigned result;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
     return result;
 }
 
@@ -83,6 +83,12 @@ INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long 
 {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+/* To the second-level cache alone, of where `copy` will take them from */
+INLINE void foresee(const void *from, unsigned bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
 /* 8 bytes to the same place in the shared memory of that block of the cluster; counted by the barrier there */

@@ -106,6 +106,21 @@ INLINE float found_here(float x)
     asm volatile("" : "+f"(x));
     return x;
 }
+INLINE int found_here(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
+}
+template <typename T> INLINE T *found_here(T *p)
+{
+    asm volatile("" : "+l"(p));
+    return p;
+}
+INLINE Parameters found_here(Parameters parameters)
+{
+    *(float *)&parameters = found_here(*(float *)&parameters);
+    return parameters;
+}
 
 struct Arguments {
     const X *x;
@@ -170,36 +185,38 @@ struct alignas(8) Survey {
         y_top = y_higher;
     }
 
+    /* The tops as exponents */
+    struct Lows {
+        float x, y;
+    };
+    INLINE Lows lows(const Arguments &a) const { return { product(x_top, binary(a.input_scale)), product(y_top, binary(a.target_scale)) }; }
+
     /* A later vector is measured against the top of an earlier one until it would grow too large for that. */
-    template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a) /* x(k), y(k) */
+    template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, Lows &low) /* x(k), y(k) */
     {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
-        float x_part, y_part, parts[MOMENTS + !MOMENTS];
+        float x_part = 0, y_part = 0, parts[MOMENTS + !MOMENTS];
         const auto measure = [&] {
-            const float x_low = product(x_top, x_factor), y_low = product(y_top, y_factor);
-            x_part = y_part = 0;
-#pragma unroll
-            for (int m = 0; m < MOMENTS; m++)
-                parts[m] = 0;
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                const float x_power = fmaf(x(k), x_factor, -x_low), y_power = fmaf(y(k), y_factor, -y_low);
+                const auto add = [=](float &part, float more) { part = k ? part + more : more; };
+                const float x_power = fmaf(x(k), x_factor, -low.x), y_power = fmaf(y(k), y_factor, -low.y);
                 const float q = power_of_2(x_power), p = power_of_2(y_power);
                 if (INPUT_IS_LOGITS)
-                    x_part += q;
+                    add(x_part, q);
                 if (TARGET_IS_LOGITS)
-                    y_part += p;
+                    add(y_part, p);
 #if IS_CROSSED
                 const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
-                    parts[CROSS_P] += p * bounded(ratio);
+                    add(parts[CROSS_P], p * bounded(ratio));
                 if (IS_FORETOLD) /* no number where either is 0 */
-                    parts[SQUARE_Q] = fmaf(q * ratio, ratio, parts[SQUARE_Q]);
+                    add(parts[SQUARE_Q], q * ratio * ratio);
                 if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q */
-                    parts[CROSS_Q] += q * (IS_FORETOLD || ratio == ratio ? ratio : 0);
+                    add(parts[CROSS_Q], q * (IS_FORETOLD || ratio == ratio ? ratio : 0));
 #endif
 #if HAS_OVERLAP
-                parts[OVERLAP] += power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power)));
+                add(parts[OVERLAP], power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power))));
 #endif
             }
         };
@@ -212,6 +229,7 @@ struct alignas(8) Survey {
                 y_higher = fmaxf(y_higher, y(k));
             }
             raise(x_higher, y_higher, a);
+            low = lows(a);
             measure();
         }
         x_total += x_part;
@@ -307,8 +325,8 @@ struct alignas(8) SlopeSums {
     }
     INLINE void merge_warp(const Arguments &)
     {
-        p = (float)sum_of_warp((double)p);
-        q = (float)sum_of_warp((double)q);
+        p = sum_of_warp(p);
+        q = sum_of_warp(q);
     }
 };
 
@@ -320,8 +338,8 @@ struct Share {
     int head, first, vectors; /* ours are [first, first + vectors) of those that begin at head */
     int body;                 /* elements that vectors cover */
 
-    INLINE const X *x() const { return a.x + row * a.x_stride; }
-    INLINE const Y *y() const { return a.y + row * a.y_stride; }
+    INLINE const X *x() const { return a.x + (unsigned)found_here((int)row) * a.x_stride; }
+    INLINE const Y *y() const { return a.y + (unsigned)found_here((int)row) * a.y_stride; }
     INLINE X *input_gradient() const { return a.input_gradient + row * a.input_gradient_stride; }
     INLINE Y *target_gradient() const { return a.target_gradient + row * a.target_gradient_stride; }
 };
@@ -345,6 +363,16 @@ struct Ring {
     INLINE void advance(int pieces) /* as many as there are slots, at most */
     {
         at += pieces;
+        turn();
+    }
+    INLINE void advance_rows(int rows) /* as many as there are groups, at most: two turns (plan.py) */
+    {
+        at += rows * pieces;
+        turn();
+        turn();
+    }
+    INLINE void turn()
+    {
         parity ^= at >= count;
         at -= at >= count ? count : 0;
     }
@@ -366,9 +394,16 @@ __shared__ double results[GROUPS]; /* each of its group's first thread */
 
 struct Team { /* the threads that share a row */
     int lane, group;
-    unsigned rank, size; /* of the block in the cluster */
+    unsigned size; /* of the cluster, in blocks */
     unsigned exchanges : 2, turn : 30; /* of its mailboxes' turns, modulo 2; of rows read so far. Together: a register more would spill. */
 };
+
+/* This block's place in the cluster, asked for each time: kept, it would spill. */
+#if RESIDENT
+INLINE unsigned own_rank() { return cluster_rank(); }
+#else
+INLINE unsigned own_rank() { return 0; }
+#endif
 
 /* All threads of the group have come here. */
 INLINE void synchronize_group(const Team &team)
@@ -385,24 +420,25 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
     return mine;
 #else
     static_assert(sizeof(T) <= LETTER_BYTES && sizeof(T) % sizeof(float2) == 0);
-    const int size = (int)team.size, lane = team.lane % 32, mailbox = team.exchanges % MAILBOXES;
+    const int size = (int)team.size, place = found_here(team.lane), lane = place % 32, warp = place / 32;
+    const int exchanges = found_here((int)team.exchanges), mailbox = exchanges % MAILBOXES;
     T *letters = (T *)((unsigned char *)memory + a.mail + (team.group * MAILBOXES + mailbox) * size * WARPS * LETTER_BYTES);
 #if RESIDENT
     if (size > 1) {
         unsigned long long *arrived = ring.arrived(team.group * MAILBOXES + mailbox);
-        if (team.lane == 0)
+        if (place == 0)
             expect(arrived, (unsigned)(size * WARPS * sizeof(T)));
         if (lane < size)
 #pragma unroll
             for (int i = 0; i < (int)(sizeof(T) / sizeof(float2)); i++)
-                send((float2 *)(letters + team.rank * WARPS + team.lane / 32) + i, arrived, ((const float2 *)&mine)[i],
+                send((float2 *)(letters + own_rank() * WARPS + warp) + i, arrived, ((const float2 *)&mine)[i],
                      (unsigned)lane);
-        await_cluster(arrived, team.exchanges / MAILBOXES % 2);
+        await_cluster(arrived, exchanges / MAILBOXES % 2);
     } else
 #endif
     {
         if (lane == 0)
-            letters[team.lane / 32] = mine;
+            letters[warp] = mine;
         synchronize_group(team);
     }
     team.exchanges++;
@@ -470,11 +506,12 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
             await(slot.empty(), slot.parity ^ 1);
             await(slot.full(), slot.parity);
         }
-        const X *x = slot.x();
-        const Y *y = slot.y();
+        const int to_y = found_here(ring.vectors) * (int)sizeof(Packed<X>);
 #pragma unroll 1
-        for (int v = team.lane; v < count; v += LANES)
-            f(fetched(x + v * WIDTH), fetched(y + v * WIDTH), share.first + start + v, x + v * WIDTH);
+        for (int v = team.lane; v < count; v += LANES) {
+            const X *place = slot.x() + v * WIDTH;
+            f(fetched(place), fetched((const Y *)((const unsigned char *)place + to_y)), share.first + start + v, place);
+        }
         if (LAST)
             release(slot, team);
     });
@@ -502,33 +539,27 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 }
 
 #if KEEPS_SLOPES
-/* Of each element its mass in 16 bits, in x's place, and in y's its slope in half precision, less what is to be expected of
-   it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A mass is below 2: the
-   first two bits of a float are 0. Of two in a word the one above is cut instead of rounded: when it is read, the one below
-   stays behind it. A slope of no mass may be longer than halves are: it stays finite, for the product to be 0. */
-INLINE void keep(const Ring &ring, const X *x, const float *masses, const float *slopes)
+/* Of each element its mass, rounded as x is, in x's place, and in y's its slope in half precision, less what is to be expected
+   of it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A slope of no mass may
+   be longer than halves are: it stays finite, for the product to be 0. */
+INLINE void keep(const Ring &ring, const X *place, const float *masses, const float *slopes)
 {
-    unsigned mass[WIDTH / 2], slope[WIDTH / 2];
+    Packed<X> mass;
+    unsigned slope[WIDTH / 2];
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; i++) {
-        const float *m = masses + 2 * i, *s = slopes + 2 * i;
-        mass[i] = __byte_perm(__float_as_uint(m[0]) * 4 + 0x8000, __float_as_uint(m[1]) * 4, 0x7632);
+        const float *s = slopes + 2 * i;
+        mass.element[2 * i] = rounded<X>(masses[2 * i]);
+        mass.element[2 * i + 1] = rounded<X>(masses[2 * i + 1]);
         asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
     }
-    put((void *)x, *(const uint4 *)mass);
-    put((void *)(x + ring.vectors * WIDTH), *(const uint4 *)slope);
+    put((void *)place, *(const uint4 *)&mass);
+    put((void *)(place + ring.vectors * WIDTH), *(const uint4 *)slope);
 }
 
-INLINE void kept(const Packed<X> &x, const Packed<Y> &y, float *masses, float *slopes)
+INLINE float kept_slope(const Packed<Y> &y, int k)
 {
-    const unsigned *mass = (const unsigned *)&x, *slope = (const unsigned *)&y;
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; i++) {
-        masses[2 * i] = __uint_as_float(mass[i] << 16 >> 2);
-        masses[2 * i + 1] = __uint_as_float(mass[i] >> 2);
-        slopes[2 * i] = to_real(float16 { (unsigned short)slope[i] });
-        slopes[2 * i + 1] = to_real(float16 { (unsigned short)(slope[i] >> 16) });
-    }
+    return to_real(float16 { (unsigned short)(((const unsigned *)&y)[k / 2] >> k % 2 * 16) });
 }
 #endif
 
@@ -553,7 +584,7 @@ template <typename F> INLINE void each_first(const Share &share, const Ring &rin
 /* And f(index in the row) for the elements that no vector covers. */
 template <typename F> INLINE void each_end(const Share &share, const Team &team, F f)
 {
-    const int ends = team.rank == 0 ? (int)share.a.vocab - share.body : 0;
+    const int ends = own_rank() == 0 ? (int)share.a.vocab - found_here(share.body) : 0;
 #pragma unroll 1
     for (int i = team.lane; i < ends; i += LANES)
         f(i < share.head ? i : i + share.body);
@@ -595,12 +626,13 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
         survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + usual_range(a.input_scale));
         survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + usual_range(a.target_scale));
     }
+    Survey::Lows low = survey.lows(a);
     each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
-        survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a);
+        survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
     });
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
-        survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a);
+        survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
     survey = exchanged(a, ring, team, survey);
     if (agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total))))
@@ -633,7 +665,7 @@ INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : l
 INLINE double log_quotient_of(double y, double x) { return y < x ? -log(x / y) : log(y / x); }
 
 /* A row's norm as an exponent, and what its masses sum to when that was rounded */
-INLINE float norm_of(float top, float total, float scale) { return product(top, binary(scale)) + log2f(total); }
+INLINE float norm_of(float top, float total, float scale) { return product(top, binary(scale)) + log2_of(total); }
 INLINE float whole_of(float top, float total, float scale)
 {
     return total * power_of_2(product(top, binary(scale)) - norm_of(top, total, scale));
@@ -643,7 +675,7 @@ INLINE float whole_of(float top, float total, float scale)
 INLINE double shift_of(const Arguments &a, const Survey &survey, bool usual)
 {
     const double rounding = usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
-    return (double)survey.y_top * (double)a.target_scale - (double)survey.x_top * (double)a.input_scale
+    return (double)survey.y_top * (double)found_here(a.target_scale) - (double)survey.x_top * (double)found_here(a.input_scale)
         + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total);
 }
 
@@ -662,7 +694,7 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     row.target_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.y_total * power_of_2((float)y_rounding) : survey.y_total);
     row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
     row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
-    const double shift = shift_of(a, survey, usual) + correction;
+    const double shift = shift_of(a, survey, usual) + found_here(correction);
     row.shift_high = (float)shift;
     row.shift_low = (float)(shift - (double)row.shift_high);
     row.input_sum_gradient = sums.d_log_q;
@@ -734,7 +766,7 @@ struct Near {
     INLINE Near(const Arguments &a, const Survey &survey, bool usual, float correction)
     {
         const float factor = binary(a.input_scale);
-        const double shift_found = shift_of(a, survey, usual) + correction;
+        const double shift_found = shift_of(a, survey, usual) + found_here(correction);
         double found = 0.5 * ((double)product(survey.x_top, factor) + (double)product(survey.y_top, factor))
             + 0.5 * (double)(log2f(survey.x_total) + log2f(survey.y_total));
         if (!IS_NARROW)
@@ -800,9 +832,9 @@ INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_po
         far = 2 * far + !in_powers(x, y, v);
     });
     each_far(share, far, [&](int steps) {
-        const int each = (ring.vectors - team.lane + LANES - 1) / LANES, whole = share.vectors / ring.vectors;
-        const int i = whole * each + (share.vectors - whole * ring.vectors - team.lane + LANES - 1) / LANES - steps;
-        return share.first + i / each * ring.vectors + team.lane + i % each * LANES;
+        const int lane = found_here(team.lane), each = (ring.vectors - lane + LANES - 1) / LANES, whole = share.vectors / ring.vectors;
+        const int i = whole * each + (share.vectors - whole * ring.vectors - lane + LANES - 1) / LANES - steps;
+        return share.first + i / each * ring.vectors + lane + i % each * LANES;
     }, otherwise, row);
 #else
 #pragma unroll 1
@@ -939,7 +971,7 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
 /* Whether all exponents are finite: a mass of 0 times an infinite ratio is no number. */
 INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && agreed(fabsf(survey.moments[CROSS_Q]) < MOST); }
 
-/* Of log(p/q) among the words that q chooses: the mean is less than 0 by the divergence of p from q. */
+/* Of log2(p/q) among the words that q chooses: the mean is less than 0 by the divergence of p from q. */
 struct Ratios {
     float mean, variance;
 };
@@ -950,8 +982,8 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
 {
     if (!IS_FORETOLD)
         return {};
-    const float shift = log2f(survey.x_total / survey.y_total);
-    float mean = survey.moments[CROSS_Q] / survey.x_total, variance = survey.moments[SQUARE_Q] / survey.x_total - mean * mean;
+    const float inverse = tame_ratio_or_zero(1, survey.x_total), shift = log2_of(survey.x_total) - log2_of(survey.y_total);
+    float mean = survey.moments[CROSS_Q] * inverse, variance = survey.moments[SQUARE_Q] * inverse - mean * mean;
     mean += shift;
     if (!agreed(fabsf(mean) < MOST && variance < MOST_VARIED)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
@@ -970,21 +1002,21 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
         });
         each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
         sums = exchanged(a, ring, team, sums);
-        mean = sums.p / survey.x_total;
-        variance = sums.q / survey.x_total - mean * mean;
+        mean = sums.p * inverse;
+        variance = sums.q * inverse - mean * mean;
     }
-    return { LN2 * mean, LN2 * LN2 * fmaxf(variance, 0) };
+    return { mean, fmaxf(variance, 0) };
 }
 
 /* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
 INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, Parameters parameters)
 {
-    const float deviation = sqrtf(3 * ratios.variance), mean = ratios.mean;
-    const float x = row.input_top / binary(a.input_scale), y = row.target_top / binary(a.target_scale); /* of masses of 1 */
-    const auto slope = [&](float ratio) {
-        return apart_parts(x, y + ratio / a.target_scale, row, parameters).slope_q;
+    const float deviation = apart_sqrt(3 * ratios.variance), mean = ratios.mean;
+    const float inverse = tame_ratio_or_zero(1, binary(a.input_scale)); /* scales are equal */
+    const auto slope = [&](float ratio) { /* where q's mass is 1 */
+        return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters).slope_q;
     };
-    return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) / 6;
+    return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f);
 }
 
 /* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
@@ -995,11 +1027,15 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
 {
     SlopeSums by_slope;
     const Row row = row_of<APART>(a, survey, {}, usual, 0);
+    /* From a product what is expected is taken in the same instruction, and sums are of what is left. From a logarithm it is
+       not, and not in sums: exchanging p and q is to exchange them, to the bit. */
+    const float less = SLOPE_IS_LOG ? 0 : expected, lean = apart_affinity(row, parameters).lean;
     const auto add = [&](float x, float y) {
-        const Parts parts = FINITE ? apart_parts(x, y, row, parameters)
-                                   : apart_parts(bounded_logit(x, row.input_top, a.input_scale),
-                                                 bounded_logit(y, row.target_top, a.target_scale), row, parameters);
-        by_slope.p += parts.p * parts.slope_p;
+        Parts parts = FINITE ? apart_parts(x, y, row, parameters)
+                             : apart_parts(bounded_logit(x, row.input_top, a.input_scale),
+                                           bounded_logit(y, row.target_top, a.target_scale), row, parameters);
+        parts.slope_q -= less;
+        by_slope.p += parts.p * (HAS_LEAN ? fmaf(lean, parts.slope_q, parts.slope_p) : parts.slope_p);
         by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
@@ -1010,7 +1046,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
             const float q = input_of(a, at(x, k));
             const Parts parts = add(q, target_of(a, at(y, k)));
             masses[k] = INPUT_IS_CAPPED ? parts.q * cap_slope(q, a.input_cap) : parts.q;
-            slopes[k] = parts.slope_q - expected;
+            slopes[k] = parts.slope_q - (expected - less);
         }
 #if KEEPS_SLOPES
         keep(ring, place, masses, slopes);
@@ -1019,13 +1055,14 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
     each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
     by_slope = exchanged(a, ring, team, by_slope);
     if (IS_NARROW) { /* of masses as they were there */
-        by_slope.p /= whole_of(survey.y_top, survey.y_total, a.target_scale);
-        by_slope.q /= whole_of(survey.x_top, survey.x_total, a.input_scale);
+        const Survey again = found_here(survey);
+        by_slope.p = tame_ratio_or_zero(by_slope.p, whole_of(again.y_top, again.y_total, a.target_scale));
+        by_slope.q = tame_ratio_or_zero(by_slope.q, whole_of(again.x_top, again.x_total, a.input_scale));
     }
-    const Affinity common = apart_affinity(row, parameters);
+    const Affinity common = apart_affinity(row, found_here(parameters));
     Sums sums;
-    sums.d_log_p = common.factor_p * by_slope.p + common.offset_p;
-    sums.d_log_q = common.factor_q * by_slope.q + common.offset_q;
+    sums.d_log_p = common.factor_p * (by_slope.p + common.lean * less) + common.offset_p;
+    sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     return sums;
 }
@@ -1060,51 +1097,66 @@ INLINE void write_element(const Share &share, X input, Y target, int i)
         share.target_gradient()[i] = target;
 }
 
-INLINE void write_vector(const Share &share, const Packed<X> &input, const Packed<Y> &target, int v)
-{
-    const int i = share.head + v * WIDTH;
-    if (WANT_INPUT)
-        store(share.input_gradient() + i, input);
-    if (WANT_TARGET)
-        store(share.target_gradient() + i, target);
-}
+/* Where the row's vectors of gradients begin; in registers where these are to be had */
+struct Places {
+    X *input;
+    Y *target;
+
+    INLINE Places(const Share &share)
+        : input(WANT_INPUT ? share.input_gradient() + share.head : 0), target(WANT_TARGET ? share.target_gradient() + share.head : 0)
+    {
+        if (RESIDENT && WANT_INPUT)
+            input = found_here(input);
+        if (RESIDENT && WANT_TARGET)
+            target = found_here(target);
+    }
+    INLINE void write(const Packed<X> &input_vector, const Packed<Y> &target_vector, int v) const
+    {
+        if (WANT_INPUT)
+            store(input + v * WIDTH, input_vector);
+        if (WANT_TARGET)
+            store(target + v * WIDTH, target_vector);
+    }
+};
 
 template <int VOCABULARY>
 INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
                             bool usual, float correction, float expected, Parameters parameters, Upstream upstream)
 {
     const Row row = row_of<VOCABULARY>(a, survey, sums, usual, correction);
-    const auto one = [&](float x, float y, int i) {
+    const auto one = [&](float x, float y, int i, const Row &row) {
         X input;
         Y target;
         differentiate<VOCABULARY>(a, x, y, row, parameters, upstream, input, target);
         write_element(share, input, target, i);
     };
     if (VOCABULARY == GUARDED) {
-        each_element<true>(share, ring, team, one);
+        each_element<true>(share, ring, team, [&](float x, float y, int i) { one(x, y, i, row); });
         return;
     }
+    const Places places(share);
     each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, const X *) {
         Packed<X> input;
         Packed<Y> target;
 #if KEEPS_SLOPES
         if (VOCABULARY == APART) {
-            const Affinity common = apart_affinity(row, parameters);
+            const Affinity common = apart_affinity(row, found_here(parameters));
             const float of_slope = upstream.input * common.factor_q;
             const float less = upstream.input * (common.factor_q * expected + common.offset_q - row.input_sum_gradient);
-            float masses[WIDTH], slopes[WIDTH];
-            kept(x, y, masses, slopes);
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
-                input.element[k] = rounded<X>(flushed_product(masses[k], fmaf(slopes[k], of_slope, less)));
+                input.element[k] = rounded<X>(flushed_product(at(x, k), fmaf(kept_slope(y, k), of_slope, less)));
         } else
 #endif
             each_of<VOCABULARY>([&](int k) {
                 differentiate<VOCABULARY>(a, at(x, k), at(y, k), row, parameters, upstream, input.element[k], target.element[k]);
             }, x, y, input, target);
-        write_vector(share, input, target, v);
+        places.write(input, target, v);
     });
-    each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i); });
+    if (share.body < (int)a.vocab) { /* where slopes are kept, nothing else wants all of the row's constants */
+        const Row at_end = KEEPS_SLOPES ? row_of<VOCABULARY>(a, found_here(survey), sums, usual, correction) : row;
+        each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i, at_end); });
+    }
 }
 
 #if HAS_SERIES
@@ -1137,6 +1189,7 @@ INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ri
         target = rounded<Y>(root * polynomial(target_factor, r) * (TARGET_IS_CAPPED ? cap_slope(p, a.target_cap) : 1));
         return near.holds(r);
     };
+    const Places places(share);
     each_close<true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
         Packed<X> input;
         Packed<Y> target;
@@ -1145,7 +1198,7 @@ INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ri
         for (int k = 0; k < WIDTH; k++)
             all &= differentiate_near(input_of(a, at(x, k)), target_of(a, at(y, k)), input.element[k], target.element[k]);
         if (all) /* else logits are to be read again, which the gradient may be written over */
-            write_vector(share, input, target, v);
+            places.write(input, target, v);
         return all;
     }, [&](float x, float y, int i, const Row &row) {
         X input;
@@ -1188,7 +1241,7 @@ INLINE void restore(const Share &share, const Ring &ring, const Team &team)
 
 INLINE bool is_number(const Sums &sums)
 {
-    return agreed(fabsf(sums.term) < MOST && fabsf(sums.d_log_p) < MOST && fabsf(sums.d_log_q) < MOST);
+    return fabsf(sums.term) < MOST && fabsf(sums.d_log_p) < MOST && fabsf(sums.d_log_q) < MOST;
 }
 
 INLINE Share share_of(const Arguments &a, unsigned r, unsigned rank)
@@ -1228,7 +1281,7 @@ template <typename F> INLINE void each_row(const Arguments &a, unsigned first, u
 
 INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Parameters parameters)
 {
-    const Share share = share_of(a, r, team.rank);
+    const Share share = share_of(a, r, own_rank());
     Survey survey;
     Sums sums;
     int vocabulary = GUARDED;
@@ -1236,7 +1289,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
     float expected = 0;   /* of slopes that are kept */
     const auto is_apart = [&] { /* what is left of 1 - overlap is in both partial derivatives */
         const float least = HAS_OVERLAP ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
-        return agreed(least > LEAST_APART) && is_number(sums);
+        return agreed(least > LEAST_APART && is_number(sums));
     };
     const bool one_scale = a.input_scale == a.target_scale;
 #if KNOWN
@@ -1275,7 +1328,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂ of
            it, so that exchanging p and q changes no row's vocabulary. */
         const Ratios ratios = foretold(a, share, ring, team, survey);
-        const bool seems_close = IS_FORETOLD && agreed(-3 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0);
+        const bool seems_close = IS_FORETOLD && agreed(-3 * LN2 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0);
         if (one_scale && !seems_close) {
             if (KEEPS_SLOPES && IS_FORETOLD)
                 expected = expected_slope(a, ratios, row_of<APART>(a, survey, {}, usual, 0), parameters);
@@ -1288,24 +1341,24 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
                 restore(share, ring, team);
         }
 #endif
-        if (vocabulary == GUARDED && is_number(sums)) {
+        if (vocabulary == GUARDED && agreed(is_number(sums))) {
             /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it;
                total_variation has it as it is. */
 #pragma unroll 1
             for (bool again = true; again;) {
                 sums = summed<CLOSE>(a, share, ring, team, survey, usual, correction, parameters);
                 const float wrong = fabsf(sums.excess) * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
-                again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term)) && is_number(sums);
+                again = correction == 0 && agreed(wrong > 1e-6f * fabsf(sums.term) && is_number(sums));
                 if (again)
                     correction = -sums.excess;
             }
-            vocabulary = is_number(sums) ? CLOSE : GUARDED;
+            vocabulary = agreed(is_number(sums)) ? CLOSE : GUARDED;
         }
     }
 #endif
     if (vocabulary == GUARDED)
         sums = summed<GUARDED>(a, share, ring, team, survey, usual, correction, parameters);
-    if (!WANT_GRADIENT && a.state && team.lane == 0 && team.rank == 0) { /* now, so that nothing of it is kept any longer */
+    if (!WANT_GRADIENT && a.state && team.lane == 0 && own_rank() == 0) { /* now, so that nothing of it is kept any longer */
         const double x_top = (double)survey.x_top * (double)a.input_scale, y_top = (double)survey.y_top * (double)a.target_scale;
         double x_total = survey.x_total * (usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
         double y_total = survey.y_total * (usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
@@ -1326,7 +1379,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
 #endif
     const Finish done = finish(sums.term, parameters);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
-    if (team.lane == 0 && team.rank == 0) {
+    if (team.lane == 0 && own_rank() == 0) {
         const double loss = weight * done.loss;
         results[threadIdx.x / LANES] += loss; /* the group, found again: so no register holds it */
         if (a.losses)
@@ -1348,13 +1401,13 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
 /* A row of weight 0 is not read: garbage in it cannot leak. */
 INLINE void clear(const Arguments &a, const Team &team, unsigned r)
 {
-    for (unsigned i = team.rank * LANES + team.lane; i < a.vocab; i += team.size * LANES) {
+    for (unsigned i = own_rank() * LANES + team.lane; i < a.vocab; i += team.size * LANES) {
         if (WANT_INPUT)
             a.input_gradient[r * a.input_gradient_stride + i] = rounded<X>(0);
         if (WANT_TARGET)
             a.target_gradient[r * a.target_gradient_stride + i] = rounded<Y>(0);
     }
-    if (team.lane == 0 && team.rank == 0) {
+    if (team.lane == 0 && own_rank() == 0) {
         if (a.losses)
             a.losses[r] = rounded<LOSS>(0);
         if (a.state)
@@ -1383,12 +1436,11 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     a.exponent = overlap_exponent(parameters);
 #endif
     const int group = __shfl_sync(0xffffffffu, (int)threadIdx.x / LANES, 0); /* so that the compiler sees it uniform */
-    Team team = { (int)threadIdx.x % LANES, group, 0, 1 };
+    Team team = { (int)threadIdx.x % LANES, group, 1 };
     Ring ring = {};
     if (threadIdx.x < GROUPS)
         results[threadIdx.x] = 0;
 #if RESIDENT
-    team.rank = cluster_rank();
     team.size = cluster_size();
     ring.count = a.slots;
     ring.vectors = a.slot_vectors;
@@ -1401,9 +1453,13 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     if (group == GROUPS) { /* the warp that fetches */
         each_row(a, first_row(group), 1, [&](unsigned r, bool is_read) {
             if (is_read && threadIdx.x % 32 == 0) {
-                const Share share = share_of(a, r, team.rank);
+                const Share share = share_of(a, r, own_rank());
                 const X *x = share.x() + share.head + share.first * WIDTH;
                 const Y *y = share.y() + share.head + share.first * WIDTH;
+                if (share.vectors > 0) { /* while the row's slots are not empty yet */
+                    foresee(x, (unsigned)share.vectors * (unsigned)sizeof(Packed<X>));
+                    foresee(y, (unsigned)share.vectors * (unsigned)sizeof(Packed<Y>));
+                }
                 each_piece(share, ring, [&](const Ring &slot, int start, int count) {
                     await(slot.empty(), slot.parity ^ 1);
                     expect(slot.full(), (unsigned)max(count, 0) * (unsigned)(sizeof(Packed<X>) + sizeof(Packed<Y>)));
@@ -1419,8 +1475,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
     } else {
         /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
         const int step = a.weights ? 1 : GROUPS, behind = a.weights ? 0 : group;
-        for (int i = 0; i < behind; i++)
-            ring.advance(ring.pieces);
+        ring.advance_rows(behind);
         each_row(a, first_row(group) + behind * row_step(), step, [&](unsigned r, bool is_read) {
             if (!is_read) {
                 if (r / row_step() % GROUPS == group)
@@ -1429,8 +1484,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             }
             if (step == GROUPS || team.turn++ % GROUPS == group)
                 one_row(a, ring, team, r, parameters);
-            for (int i = 0; i < step; i++)
-                ring.advance(ring.pieces);
+            ring.advance_rows(step);
         });
     }
 #else
@@ -1447,7 +1501,7 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
 #else
     __syncthreads();
 #endif
-    if (!WANT_SUM || !a.total || team.rank != 0 || threadIdx.x >= 32)
+    if (!WANT_SUM || !a.total || own_rank() != 0 || threadIdx.x >= 32)
         return;
     /* The last to arrive adds the clusters' sums in order, and resets the ticket for the next launch. */
     const unsigned clusters = gridDim.x / team.size, cluster = blockIdx.x / team.size;
