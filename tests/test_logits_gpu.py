@@ -188,7 +188,9 @@ def test_close_rows_and_elements_that_are_not(vocab, kind, dtype):
     for row in shows:
         assert relative_error(losses[row], truth[row]) < (2e-5 if kind in ("jensen_shannon", "skew_kl") else 1e-5)
         for ours in (written[0][row], c.grad[row]):
-            assert relative_error(ours, expected[row]) < (4e-3 if dtype == torch.bfloat16 else 3e-6)
+            # bfloat16's half ulp, and where slopes are kept another half, of a mass
+            kept = 6e-3 if kind in ("jensen_shannon", "skew_kl") else 4e-3
+            assert relative_error(ours, expected[row]) < (kept if dtype == torch.bfloat16 else 3e-6)
 
 
 def kernel_gradient(x, y, kind, weight):

@@ -1456,7 +1456,8 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
                 const Share share = share_of(a, r, own_rank());
                 const X *x = share.x() + share.head + share.first * WIDTH;
                 const Y *y = share.y() + share.head + share.first * WIDTH;
-                if (share.vectors > 0) { /* while the row's slots are not empty yet */
+                /* While the row's slots are not empty yet; of rows that are read once that is too soon. */
+                if ((WANT_GRADIENT || !IS_SURVEYED) && share.vectors > 0) {
                     foresee(x, (unsigned)share.vectors * (unsigned)sizeof(Packed<X>));
                     foresee(y, (unsigned)share.vectors * (unsigned)sizeof(Packed<Y>));
                 }
