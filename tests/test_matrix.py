@@ -50,8 +50,8 @@ def textbook_in(dtype, x, y, kind, form, target_form, **options):
 CASES = [
     (form, target_form, dtype) for form, target_form in itertools.product(oracle.FORMS, repeat=2) for dtype in DTYPES
 ]
-# Two forms and 16 bits at once: nothing of the one touches the other in C, where each case compiles two kernels.
-LONG = [case for case in CASES if case[0] != case[1] and case[2].itemsize == 2]
+# Two forms, and not float32, at once: nothing of the one touches the other in C, where each case compiles two kernels.
+LONG = [case for case in CASES if case[0] != case[1] and case[2] != torch.float32]
 
 
 def name(value):
@@ -71,7 +71,7 @@ def test_values_and_gradients(kind, form, target_form, dtype, path, device, gene
 )
 @pytest.mark.parametrize("kind", list(DIVERGENCES))
 @pytest.mark.parametrize(("form", "target_form", "dtype"), LONG, ids=name)
-def test_values_and_gradients_of_mixed_forms_in_16_bits(kind, form, target_form, dtype, path, device, generator):
+def test_values_and_gradients_of_mixed_forms_in_other_dtypes(kind, form, target_form, dtype, path, device, generator):
     check(kind, form, target_form, dtype, device, generator)
 
 
@@ -139,10 +139,12 @@ def check(kind, form, target_form, dtype, device, generator):
 
 
 def test_no_weight_is_weight_one(path, device, generator):
-    for form in oracle.FORMS:
+    for number, form in enumerate(oracle.FORMS):
         x, y = (sample(form, (ROWS, VOCAB), generator).to(device) for _ in range(2))
         ones = torch.ones(ROWS, device=device)
-        for kind, reduction in itertools.product(DIVERGENCES, ("none", "sum", "mean")):
+        # In C each kind and form compiles two kernels: of each kind one form.
+        kinds = list(DIVERGENCES)[number :: len(oracle.FORMS)] if path == "c" else DIVERGENCES
+        for kind, reduction in itertools.product(kinds, ("none", "sum", "mean")):
             options = {"form": form, "reduction": reduction, **oracle.PARAMETERS[kind]}
             torch.testing.assert_close(
                 kullback.divergence(x, y, kind, **options),

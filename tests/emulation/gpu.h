@@ -1,12 +1,12 @@
 /* What a CUDA kernel wants of the GPU, on a CPU: a block's threads are fibers, switched where they wait for each other;
    blocks run one after another. For kernels without clusters. Numbers of the special-function unit are libm's. */
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <ucontext.h>
 
 #define __device__
@@ -30,7 +30,7 @@ static ucontext_t host, fibers[MOST_THREADS];
 static char *stacks;
 static bool done[MOST_THREADS];
 static int current, threads;
-static std::function<void()> body;
+static void (*body)();
 static Barrier of_block, of_warp[MOST_THREADS / WARP], named[16];
 static unsigned long long slots[MOST_THREADS];
 alignas(128) static unsigned char shared[232448];
@@ -58,12 +58,14 @@ static void fiber()
 }
 
 /* Runs a kernel; false where its threads wait for each other for ever. */
-static bool launch(int blocks, int block_threads, std::function<void()> kernel)
+template <typename F> static bool launch(int blocks, int block_threads, F kernel)
 {
+    static const F *launched;
+    launched = &kernel;
+    body = [] { (*launched)(); };
     if (!stacks)
         stacks = (char *)malloc((size_t)MOST_THREADS * STACK);
     threads = block_threads;
-    body = kernel;
     grid.x = (unsigned)blocks;
     for (int b = 0; b < blocks; b++) {
         block.x = (unsigned)b;
