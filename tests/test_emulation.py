@@ -317,6 +317,32 @@ def test_rows_on_chip(path, monkeypatch, generator, kind, mask):
 
 
 @emulated
+@pytest.mark.parametrize("alpha", [0.1, 1e-3])
+def test_words_that_the_teacher_all_but_masks(path, generator, alpha, monkeypatch):
+    """The expected slope is guessed badly there; a loss does not depend on it, nor many digits of a gradient."""
+    emulation.on_chip(monkeypatch)
+    x = torch.randn(4, 13341, generator=generator).bfloat16()
+    masked = torch.rand(x.shape, generator=generator) < 0.03
+    y = torch.where(masked, x.float() - 22 * math.log(2), x.float()).bfloat16()
+    a, b = x.double().requires_grad_(), x.clone().requires_grad_()
+    truth = oracle.divergence(a, y.double(), "skew_kl", alpha=alpha).sum()
+    loss = kullback.divergence(b, y, "skew_kl", alpha=alpha, reduction="sum")
+    assert relative_error(loss, truth) < 1e-5
+    (expected,), (ours,) = torch.autograd.grad(truth, a), torch.autograd.grad(loss, b)
+    assert relative_error(ours, expected) < 4e-3
+
+
+@emulated
+def test_an_alpha_that_float32_takes_for_1(path, generator):
+    x, y = torch.randn(2, 3, 500, generator=generator).bfloat16()
+    x.requires_grad_()
+    loss = kullback.divergence(x, y, "skew_kl", alpha=1 - 1e-9)
+    loss.backward()
+    assert 0 <= loss.item() < 1e-7
+    assert x.grad.abs().max() < 1e-7
+
+
+@emulated
 @pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl"])
 def test_rows_far_below_zero(path, generator, kind):
     """Exponents are measured from the row's norm, not from 0; an infinite logit among them."""

@@ -143,7 +143,7 @@ def skew_kl(x: Pair, alpha: Value = 0.1) -> Element:
         term = divergence_from(m, x.p, share, over)
         slope_q = other * other * relative
         d_log_p, d_log_q = mass_times(x.p, share - alpha * over), slope_q * x.q
-        return Element(term, d_log_p, d_log_q, slope_p=share, slope_q=slope_q, lean=alpha / other)
+        return Element(term, d_log_p, d_log_q, slope_p=share, slope_q=slope_q, lean=alpha / (other + 1e-30))
     over = at_least(over, -1.0)
     # A mixture of subnormal masses may round to 0.
     apart = where(absolute(m) < 1e-45, 0.0, log_quotient(x.p, m))

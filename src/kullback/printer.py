@@ -65,18 +65,23 @@ def print_slopes(problem: Problem) -> str:
     has_log_part = any(step.op == "logit_log_part" for step in problem.program("d_log_p", "d_log_q").steps)
     p, q = affine(element["slope_p"]), affine(element["slope_q"])
     is_log = getattr(q.rest, "op", None) == "logit_log2_part"
-    macros = {"HAS_SLOPE": problem.has_slope, "HAS_LOG_PART": has_log_part, "SLOPE_IS_LOG": is_log}
-    macros["HAS_LEAN"] = element["lean"] != 0.0
+    has_lean = element["lean"] != 0.0
+    macros = {
+        "HAS_SLOPE": problem.has_slope,
+        "HAS_LOG_PART": has_log_part,
+        "SLOPE_IS_LOG": is_log,
+        "HAS_LEAN": has_lean,
+    }
     if not problem.has_slope:
         return _print_macros(macros)
     names = _names(problem)
     common = Program(
         {
             "factor_p": p.factor,
-            "offset_p": p.offset + element["lean"] * q.offset,
+            "offset_p": p.offset + element["lean"] * q.offset if has_lean else p.offset,
             "factor_q": q.factor,
             "offset_q": q.offset,
-            "lean": element["lean"] * q.factor / p.factor,
+            "lean": element["lean"] * q.factor / p.factor if has_lean else 0.0,
         }
     )
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": p.rest, "slope_q": q.rest})

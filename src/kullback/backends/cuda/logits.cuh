@@ -1008,7 +1008,9 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
     return { mean, fmaxf(variance, 0) };
 }
 
-/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
+/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. It is never less
+   than 0: of jensen_shannon it is the divergence of the mixture from q, of skew_kl (1 - Σ p·q/m) / (1 - a), and p·q/m is at
+   most (1-a)·p + a·q. */
 INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, Parameters parameters)
 {
     const float deviation = apart_sqrt(3 * ratios.variance), mean = ratios.mean;
@@ -1016,7 +1018,7 @@ INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, P
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
         return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters).slope_q;
     };
-    return (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f);
+    return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), 0);
 }
 
 /* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
@@ -1061,7 +1063,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
     }
     const Affinity common = apart_affinity(row, found_here(parameters));
     Sums sums;
-    sums.d_log_p = common.factor_p * (by_slope.p + common.lean * less) + common.offset_p;
+    sums.d_log_p = common.factor_p * (by_slope.p + (HAS_LEAN ? common.lean * less : 0)) + common.offset_p;
     sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     return sums;
