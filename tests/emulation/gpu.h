@@ -171,14 +171,6 @@ static inline unsigned halves_of(float high, float low)
     const auto half = [](float x) { return (unsigned)ptx_cvt_rn_f16_f32(x > 65504 ? 65504 : x < -65504 ? -65504 : x); };
     return half(high) << 16 | half(low);
 }
-static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector)
-{
-    const unsigned long long both = (unsigned long long)b << 32 | a;
-    unsigned result = 0;
-    for (int i = 0; i < 4; i++)
-        result |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
-    return result;
-}
 static inline unsigned short ptx_cvt_rn_bf16_f32(float x)
 {
     const unsigned word = gpu::bits_of<unsigned>(x);
