@@ -317,6 +317,28 @@ def test_rows_on_chip(path, monkeypatch, generator, kind, mask):
 
 
 @emulated
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
+def test_rows_on_chip_of_two_dtypes(path, monkeypatch, generator, kind, dtypes):
+    """A vector of one is twice as long as of the other: they lie at different places of their slots."""
+    emulation.on_chip(monkeypatch)
+    y = 2 * torch.randn(4, 8000, generator=generator)
+    x = y + torch.randn(4, 8000, generator=generator)
+    x, y = x.to(dtypes[0]), y.to(dtypes[1])
+    a, b = x.double().requires_grad_(), y.double().requires_grad_()
+    truth = oracle.divergence(a, b, kind, **oracle.PARAMETERS[kind]).sum()
+    expected = torch.autograd.grad(truth, (a, b))
+    for wanted in ((True, False), (True, True)):
+        ours = [t.clone().requires_grad_(want) for t, want in zip((x, y), wanted, strict=True)]
+        loss = kullback.divergence(*ours, kind, reduction="sum", **oracle.PARAMETERS[kind])
+        assert kullback.backend_info().name == "cuda"
+        assert relative_error(loss, truth) < 1e-5
+        leaves = [t for t in ours if t.requires_grad]
+        for mine, other in zip(torch.autograd.grad(loss, leaves), expected, strict=False):
+            assert relative_error(mine, other) < (2e-6 if mine.dtype == torch.float32 else 4e-3)
+
+
+@emulated
 @pytest.mark.parametrize("alpha", [0.1, 1e-3])
 def test_words_that_the_teacher_all_but_masks(path, generator, alpha, monkeypatch):
     """The expected slope is guessed badly there; a loss does not depend on it, nor many digits of a gradient."""

@@ -261,15 +261,23 @@ class TestCuda:
             loss.backward()
             assert kullback.backend_info() == ("cuda", {})
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize(
+        "dtypes",
+        [
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32),
+            (torch.bfloat16, torch.float32),
+            (torch.float32, torch.float16),
+        ],
+    )
     @pytest.mark.parametrize("vocab", [2056, 8192, 32000, 50257, 128256, 262144])
-    def test_logits_on_chip(self, vocab, dtype):
+    def test_logits_on_chip(self, vocab, dtypes):
         """More rows than are in flight at once, some without weight, close ones and masked ones among them."""
         rows = 300 if vocab < 100_000 else 70
         y = torch.randn(rows, vocab, device="cuda") * 2
         noise = torch.linspace(1e-2, 1.5, rows, device="cuda")[:, None]
-        x = (y + noise * torch.randn_like(y)).to(dtype)
-        y = y.to(dtype)
+        x = (y + noise * torch.randn_like(y)).to(dtypes[0])
+        y = y.to(dtypes[1])
         x[5::7, 100:200] = y[5::7, 100:200] = float("-inf")
         weight = torch.rand(rows, device="cuda")
         weight[::9] = 0
@@ -291,7 +299,7 @@ class TestCuda:
             truth.backward()
             assert relative_error(loss, truth) <= 1e-5
             assert (a.grad[~read] == 0).all()
-            assert relative_error(a.grad[read], b.grad) <= (2e-6 if dtype == torch.float32 else 5e-3)
+            assert relative_error(a.grad[read], b.grad) <= (2e-6 if dtypes[0] == torch.float32 else 5e-3)
 
     def test_no_host_synchronisation(self, generator):
         x, y = pair("probs", (64, 1000), generator, "cuda", torch.float32)

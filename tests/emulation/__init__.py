@@ -21,9 +21,7 @@ HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
 UNARY = re.compile(r'asm\("([a-zA-Z0-9.]+) %0, ([^"]*);" : "=[fh]"\(([\w.]+)\) : (.*)\);')
 OPERAND = re.compile(r'"[fh]"\(')
-SHARED_VECTOR = re.compile(
-    r'asm volatile\("ld\.shared\.v4.*?"r"\(\(unsigned\)__cvta_generic_to_shared\((.*?)\)\)\);', re.S
-)
+SHARED_VECTOR = re.compile(r'asm volatile\("ld\.shared\.v4.*?"r"\((.*?)\)\);', re.S)
 HALVES = re.compile(
     r'asm\("cvt\.rn\.satfinite\.f16x2\.f32 %0, %1, %2;" : "=r"\((.*?)\) : "f"\((.*?)\), "f"\((.*?)\)\);'
 )
@@ -41,7 +39,7 @@ def on_cpu(source: str) -> str:
     source = source.replace(text("cluster.cuh"), (HERE / "cluster.h").read_text())
     source = UNARY.sub(call, source)
     source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
-    source = SHARED_VECTOR.sub(r"words[i] = *(\1);", source)
+    source = SHARED_VECTOR.sub(r"words[i] = *(const uint4 *)(gpu::shared + \1);", source)
     source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
     source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
     source = re.sub(

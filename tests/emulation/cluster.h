@@ -42,7 +42,8 @@ INLINE void await(unsigned long long *barrier, unsigned parity)
 }
 INLINE void await_cluster(unsigned long long *barrier, unsigned parity) { await(barrier, parity); }
 
-INLINE void put(void *p, uint4 value) { *(uint4 *)p = value; }
+INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - gpu::shared); }
+INLINE void put(int place, uint4 value) { *(uint4 *)(gpu::shared + place) = value; }
 INLINE void order_before_copies() {}
 INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
 {

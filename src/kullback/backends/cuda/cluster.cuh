@@ -69,10 +69,10 @@ INLINE void await_cluster(unsigned long long *barrier, unsigned parity)
 }
 
 /* To be loaded again by `fetched` */
-INLINE void put(void *p, uint4 value)
+INLINE void put(int place, uint4 value)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
-                 :: "r"(shared_address(p)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+                 :: "r"(place), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
 /* What this thread wrote to shared memory, before copies that are told of it by a barrier */

@@ -14,6 +14,7 @@
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
    WIDTH, MIN_BLOCKS                elements of a 16-byte access; blocks of a multiprocessor
    HELD                             vectors of a row that a thread keeps in registers: all that it has; or 0
+   TO_Y                             bytes of shared memory from a slot's part of x to that of y, where vectors are alike
    MAILBOXES, LETTER_BYTES          for what warps tell one another of a row: of each group; at most, each
 
    A resident row is spread over the blocks of a cluster. In each, one more warp fetches pieces of rows into a ring
@@ -22,6 +23,7 @@
    device, the vocabulary and the tensors' layout alone. */
 
 enum { WARPS = LANES / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
+enum { X_BYTES = sizeof(Packed<X>), Y_BYTES = sizeof(Packed<Y>) }; /* of a vector */
 enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are tried */
 #define HAS_APART (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
 #if !HAS_APART
@@ -36,7 +38,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 0
 #define HAS_OVERLAP 0
 #endif
-/* Whether the log-ratio's mean and variance among the words that q chooses say what to try first, so that rows that are close
+/* Whether the log-ratio's mean among the words that q chooses says what to try first, so that rows that are close
    need not be summed as if apart, and what to expect of slopes */
 #define IS_FORETOLD (HAS_SERIES && !IS_SURVEYED)
 #if IS_FORETOLD
@@ -44,16 +46,15 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 1
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUARE_Q = OVERLAP + HAS_OVERLAP };
-enum { MOMENTS = SQUARE_Q + IS_FORETOLD };
+enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, MOMENTS = OVERLAP + HAS_OVERLAP };
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-/* A log-ratio to base 2, as far as it foretells something, and a variance of such that is believed */
+/* A log-ratio to base 2, as far as it foretells something, and a mean of such that is believed */
 #define MOST_BITS 10.0f
-#define MOST_VARIED 16.0f
+#define USUAL_BITS 3.0f
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS -1e4f
 /* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
@@ -156,7 +157,7 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
    factor is binary(scale) and the second product is rounded. */
 struct alignas(8) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
-    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
+    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, to base 2 */
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -165,10 +166,6 @@ struct alignas(8) Survey {
         const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
         const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
         const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
-        if (IS_FORETOLD) {
-            const float more = y_less - x_less;
-            moments[SQUARE_Q] = rounded_once(x_rescale * (moments[SQUARE_Q] + more * (2 * moments[CROSS_Q] + more * x_total)));
-        }
         if (HAS_CROSS_P)
             moments[CROSS_P] = rounded_once(y_rescale * (moments[CROSS_P] + y_total * (y_less - x_less)));
         if (HAS_CROSS_Q)
@@ -210,9 +207,7 @@ struct alignas(8) Survey {
                 const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
                     add(parts[CROSS_P], p * bounded(ratio));
-                if (IS_FORETOLD) /* no number where either is 0 */
-                    add(parts[SQUARE_Q], q * ratio * ratio);
-                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q */
+                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; foretold, where either is */
                     add(parts[CROSS_Q], q * (IS_FORETOLD || ratio == ratio ? ratio : 0));
 #endif
 #if HAS_OVERLAP
@@ -376,8 +371,8 @@ struct Ring {
         parity ^= at >= count;
         at -= at >= count ? count : 0;
     }
-    INLINE const X *x() const { return (const X *)(memory + at * vectors * (int)(sizeof(Packed<X>) + sizeof(Packed<Y>))); }
-    INLINE const Y *y() const { return (const Y *)(x() + vectors * WIDTH); }
+    INLINE const X *x() const { return (const X *)memory + at * vectors * WIDTH; }
+    INLINE const Y *y() const { return (const Y *)(memory + TO_Y) + at * vectors * WIDTH; }
     INLINE unsigned long long *barrier(int i) const { return (unsigned long long *)((unsigned char *)memory + barriers) + i; }
     INLINE unsigned long long *full() const { return barrier(at); }
     INLINE unsigned long long *empty() const { return barrier(count + at); }
@@ -454,7 +449,7 @@ template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, T
 }
 
 /* In whole words: element by element lanes would meet at the same banks. */
-template <typename T> INLINE Packed<T> fetched(const T *p)
+template <typename T> INLINE Packed<T> fetched(int place)
 {
     Packed<T> result;
     uint4 *words = (uint4 *)&result;
@@ -462,7 +457,7 @@ template <typename T> INLINE Packed<T> fetched(const T *p)
     for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(words[i].x), "=r"(words[i].y), "=r"(words[i].z), "=r"(words[i].w)
-                     : "r"((unsigned)__cvta_generic_to_shared((const uint4 *)p + i)));
+                     : "r"(place + i * VECTOR_BYTES));
     return result;
 }
 
@@ -494,8 +489,23 @@ INLINE void release_row(const Share &share, const Ring &ring, const Team &team)
 #endif
 }
 
-/* Calls f(x vector, y vector, its index in the row, its x on chip) for this thread's vectors. FIRST: they may still
-   be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for each vector held. */
+#if RESIDENT
+/* In shared memory a slot's vectors of x, by addresses: one register counts and points. */
+INLINE int first_place(const Ring &slot) { return (int)shared_address(slot.x()); }
+INLINE int last_place(const Ring &slot, int count) { return first_place(slot) + max(count, 0) * X_BYTES; }
+
+/* Of y, where that of x is there */
+INLINE int beside(const Ring &slot, int place)
+{
+    if (X_BYTES == Y_BYTES)
+        return place + TO_Y;
+    return (int)shared_address(slot.y()) + (place - first_place(slot)) / X_BYTES * Y_BYTES;
+}
+#endif
+
+/* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the place of its x on chip) for this thread's vectors.
+   FIRST: they may still be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for
+   each vector held. */
 template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector(const Share &share, Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
@@ -506,12 +516,10 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
             await(slot.empty(), slot.parity ^ 1);
             await(slot.full(), slot.parity);
         }
-        const int to_y = found_here(ring.vectors) * (int)sizeof(Packed<X>);
+        const long long elsewhere = (share.first + start) * (long long)X_BYTES - first_place(slot); /* than `place`, in the row */
 #pragma unroll 1
-        for (int v = team.lane; v < count; v += LANES) {
-            const X *place = slot.x() + v * WIDTH;
-            f(fetched(place), fetched((const Y *)((const unsigned char *)place + to_y)), share.first + start + v, place);
-        }
+        for (int place = first_place(slot) + team.lane * X_BYTES; place < last_place(slot, count); place += LANES * X_BYTES)
+            f(fetched<X>(place), fetched<Y>(beside(slot, place)), elsewhere + (unsigned)place, place);
         if (LAST)
             release(slot, team);
     });
@@ -529,20 +537,22 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 #pragma unroll
         for (int i = 0; i < HELD; i++)
             if (team.lane + i * LANES < share.vectors)
-                f(ring.x[i], ring.y[i], team.lane + i * LANES, (const X *)0);
+                f(ring.x[i], ring.y[i], (team.lane + i * LANES) * (long long)X_BYTES, 0);
         return;
     }
 #pragma unroll 1
     for (int v = team.lane; v < share.vectors; v += LANES)
-        f(load(x + v * WIDTH), load(y + v * WIDTH), v, (const X *)0);
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v * (long long)X_BYTES, 0);
 #endif
 }
 
 #if KEEPS_SLOPES
+static_assert((int)X_BYTES == (int)Y_BYTES);
+
 /* Of each element its mass, rounded as x is, in x's place, and in y's its slope in half precision, less what is to be expected
    of it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A slope of no mass may
    be longer than halves are: it stays finite, for the product to be 0. */
-INLINE void keep(const Ring &ring, const X *place, const float *masses, const float *slopes)
+INLINE void keep(int place, const float *masses, const float *slopes)
 {
     Packed<X> mass;
     unsigned slope[WIDTH / 2];
@@ -553,8 +563,8 @@ INLINE void keep(const Ring &ring, const X *place, const float *masses, const fl
         mass.element[2 * i + 1] = rounded<X>(masses[2 * i + 1]);
         asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
     }
-    put((void *)place, *(const uint4 *)&mass);
-    put((void *)(place + ring.vectors * WIDTH), *(const uint4 *)slope);
+    put(place, *(const uint4 *)&mass);
+    put(place + TO_Y, *(const uint4 *)slope);
 }
 
 INLINE float kept_slope(const Packed<Y> &y, int k)
@@ -569,8 +579,8 @@ template <typename F> INLINE void each_first(const Share &share, const Ring &rin
     if (team.lane >= share.vectors)
         return;
 #if RESIDENT
-    const Packed<X> x = fetched(ring.x() + team.lane * WIDTH);
-    const Packed<Y> y = fetched(ring.y() + team.lane * WIDTH);
+    const Packed<X> x = fetched<X>(first_place(ring) + team.lane * X_BYTES);
+    const Packed<Y> y = fetched<Y>(beside(ring, first_place(ring) + team.lane * X_BYTES));
 #else
     const int i = share.head + team.lane * WIDTH;
     const Packed<X> x = load(share.x() + i);
@@ -627,7 +637,7 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
         survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + usual_range(a.target_scale));
     }
     Survey::Lows low = survey.lows(a);
-    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
+    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
     });
     each_end(share, team, [&](int i) {
@@ -820,7 +830,7 @@ template <typename I, typename F, typename R> INLINE void each_far(const Share &
     }
 }
 
-/* Calls in_powers(x vector, y vector, its index in the row) for this thread's vectors, and otherwise(x, y, index, row()) for
+/* Calls in_powers(x vector, y vector, bytes of x before it) for this thread's vectors, and otherwise(x, y, index, row()) for
    the elements of those where it was false: many vectors later, and read from memory, so that threads have such at the same
    time. LAST: the row is not read again. */
 template <bool LAST, typename F, typename G, typename R>
@@ -828,8 +838,8 @@ INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_po
 {
 #if RESIDENT
     unsigned far = 0; /* a thread has at most 32 vectors of a row on chip */
-    each_vector<false, LAST, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v, const X *) {
-        far = 2 * far + !in_powers(x, y, v);
+    each_vector<false, LAST, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        far = 2 * far + !in_powers(x, y, before);
     });
     each_far(share, far, [&](int steps) {
         const int lane = found_here(team.lane), each = (ring.vectors - lane + LANES - 1) / LANES, whole = share.vectors / ring.vectors;
@@ -843,7 +853,7 @@ INLINE void each_close(const Share &share, Ring &ring, const Team &team, F in_po
 #pragma unroll 1
         for (const int end = min(share.vectors, v + 32 * LANES); v < end; v += LANES) {
             const int i = share.head + v * WIDTH;
-            far = 2 * far + !in_powers(load(share.x() + i), load(share.y() + i), v);
+            far = 2 * far + !in_powers(load(share.x() + i), load(share.y() + i), v * (long long)X_BYTES);
         }
         each_far(share, far, [&](int steps) { return v - steps * LANES; }, otherwise, row);
     }
@@ -913,7 +923,7 @@ INLINE Sums own_sums(const Arguments &a, const Share &share, Ring &ring, const T
     if (VOCABULARY == GUARDED) {
         each_element<false>(share, ring, team, [&](float x, float y, int) { take(x, y); });
     } else {
-        each_vector<false, false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int, const X *) {
+        each_vector<false, false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, long long, int) {
             each_of<VOCABULARY>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
         });
         each_end(share, team, [&](int i) { take(to_real(share.x()[i]), to_real(share.y()[i])); });
@@ -928,7 +938,7 @@ INLINE Sums own_sums_in_powers(const Arguments &a, const Share &share, Ring &rin
 {
     Powers powers;
     Sums sums;
-    each_close<false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int) {
+    each_close<false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long) {
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
@@ -976,16 +986,16 @@ struct Ratios {
     float mean, variance;
 };
 
-/* Where one is infinite, or they vary so much that few words may be why, once more with each bounded. (So bounded, too, the
-   mean's divergence is more than 2.8 times jensen_shannon.) */
+/* The variance is that of normally distributed ones, of which Σ q · p/q is 1: in nats it is -2 times the mean. Where one is
+   infinite, or the mean so low that few words may be why, both once more with each bounded. (So bounded, too, the mean's
+   divergence is more than 2.8 times jensen_shannon.) */
 INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
     if (!IS_FORETOLD)
         return {};
     const float inverse = tame_ratio_or_zero(1, survey.x_total), shift = log2_of(survey.x_total) - log2_of(survey.y_total);
-    float mean = survey.moments[CROSS_Q] * inverse, variance = survey.moments[SQUARE_Q] * inverse - mean * mean;
-    mean += shift;
-    if (!agreed(fabsf(mean) < MOST && variance < MOST_VARIED)) {
+    float mean = survey.moments[CROSS_Q] * inverse + shift, variance = mean * (-2 / LN2);
+    if (!agreed(fabsf(mean) < USUAL_BITS)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
         SlopeSums sums;
@@ -995,7 +1005,7 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
             sums.p += part;
             sums.q = fmaf(part, bounded, sums.q);
         };
-        each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *) {
+        each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
                 add(input_of(a, at(x, k)), target_of(a, at(y, k)));
@@ -1041,7 +1051,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
         by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
-    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, const X *place) {
+    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, int place) {
         float masses[WIDTH], slopes[WIDTH];
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
@@ -1051,7 +1061,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
             slopes[k] = parts.slope_q - (expected - less);
         }
 #if KEEPS_SLOPES
-        keep(ring, place, masses, slopes);
+        keep(place, masses, slopes);
 #endif
     });
     each_end(share, team, [&](int i) { add(input_of(a, to_real(share.x()[i])), target_of(a, to_real(share.y()[i]))); });
@@ -1112,12 +1122,12 @@ struct Places {
         if (RESIDENT && WANT_TARGET)
             target = found_here(target);
     }
-    INLINE void write(const Packed<X> &input_vector, const Packed<Y> &target_vector, int v) const
+    INLINE void write(const Packed<X> &input_vector, const Packed<Y> &target_vector, long long before) const
     {
         if (WANT_INPUT)
-            store(input + v * WIDTH, input_vector);
+            store((X *)((unsigned char *)input + before), input_vector);
         if (WANT_TARGET)
-            store(target + v * WIDTH, target_vector);
+            store((Y *)((unsigned char *)target + (X_BYTES == Y_BYTES ? before : before / X_BYTES * Y_BYTES)), target_vector);
     }
 };
 
@@ -1137,7 +1147,7 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
         return;
     }
     const Places places(share);
-    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, int v, const X *) {
+    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, long long before, int) {
         Packed<X> input;
         Packed<Y> target;
 #if KEEPS_SLOPES
@@ -1153,7 +1163,7 @@ INLINE void write_gradients(const Arguments &a, const Share &share, Ring &ring, 
             each_of<VOCABULARY>([&](int k) {
                 differentiate<VOCABULARY>(a, at(x, k), at(y, k), row, parameters, upstream, input.element[k], target.element[k]);
             }, x, y, input, target);
-        places.write(input, target, v);
+        places.write(input, target, before);
     });
     if (share.body < (int)a.vocab) { /* where slopes are kept, nothing else wants all of the row's constants */
         const Row at_end = KEEPS_SLOPES ? row_of<VOCABULARY>(a, found_here(survey), sums, usual, correction) : row;
@@ -1192,7 +1202,7 @@ INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ri
         return near.holds(r);
     };
     const Places places(share);
-    each_close<true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int v) {
+    each_close<true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long before) {
         Packed<X> input;
         Packed<Y> target;
         bool all = true;
@@ -1200,7 +1210,7 @@ INLINE void write_gradients_in_powers(const Arguments &a, const Share &share, Ri
         for (int k = 0; k < WIDTH; k++)
             all &= differentiate_near(input_of(a, at(x, k)), target_of(a, at(y, k)), input.element[k], target.element[k]);
         if (all) /* else logits are to be read again, which the gradient may be written over */
-            places.write(input, target, v);
+            places.write(input, target, before);
         return all;
     }, [&](float x, float y, int i, const Row &row) {
         X input;
@@ -1233,8 +1243,8 @@ INLINE void restore(const Share &share, const Ring &ring, const Team &team)
     const Y *y = share.y() + share.head + share.first * WIDTH;
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
         for (int v = team.lane; v < count; v += LANES) {
-            put((void *)(slot.x() + v * WIDTH), *(const uint4 *)(x + (start + v) * WIDTH));
-            put((void *)(slot.y() + v * WIDTH), *(const uint4 *)(y + (start + v) * WIDTH));
+            put((int)shared_address(slot.x() + v * WIDTH), *(const uint4 *)(x + (start + v) * WIDTH));
+            put((int)shared_address(slot.y() + v * WIDTH), *(const uint4 *)(y + (start + v) * WIDTH));
         }
     });
     synchronize_group(team);

@@ -71,6 +71,7 @@ class LogitsShape:
     min_blocks: int  # of a multiprocessor: bounds the registers
     held: int = 0  # vectors of a row that a thread keeps in registers: all that it has
     keeps_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
+    to_y: int = 0  # bytes from the input's part of shared memory to the target's
 
     @property
     def threads(self) -> int:
@@ -89,6 +90,7 @@ class LogitsShape:
             "MIN_BLOCKS": self.min_blocks,
             "HELD": self.held,
             "KEEPS_SLOPES": int(self.keeps_slopes),
+            "TO_Y": self.to_y,
         }
 
 
@@ -108,8 +110,10 @@ class Layout:
 
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
-STATIC_BYTES = 512  # of these, at most, for what a kernel declares
+STATIC_BYTES = 256  # of these, at most, for what a kernel declares
+ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
 BARRIER_BYTES = 8
+MOST_SLOTS = 20  # that have barriers
 MAILBOXES, LETTER_BYTES = 2, 24
 SLOT_BYTES = 13 << 10  # of a slot, at least, where a row has as many
 MAX_CLUSTER = 8  # the largest that every device admits
@@ -147,18 +151,21 @@ def logits(
     for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
         share = math.ceil(vectors / cluster)
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
-            mail = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
-            free = SHARED - STATIC_BYTES - mail - groups * MAILBOXES * BARRIER_BYTES
-            slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, free)
-            slot_bytes = slot_vectors * vector_bytes
+            mail_bytes = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
+            barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES
+            # In vectors, for each tensor, and the same for all vocabularies: the distance is part of the code's addresses.
+            room = (SHARED - STATIC_BYTES - mail_bytes - barriers_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
+            slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, room)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
             # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * pieces < slots and pieces <= slots
             if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
-                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, keeps_slopes=keeps_slopes)
-                barriers = slots * slot_bytes + mail
+                to_y = room * per_vector * x.itemsize
+                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, keeps_slopes=keeps_slopes, to_y=to_y)
+                mail = to_y + slots * slot_vectors * per_vector * y.itemsize
+                barriers = mail + mail_bytes
                 shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
-                return Layout(shape, cluster, slots, slot_vectors, share, pieces, slots * slot_bytes, barriers, shared)
+                return Layout(shape, cluster, slots, slot_vectors, share, pieces, mail, barriers, shared)
     if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
         shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
     elif short:
@@ -168,7 +175,7 @@ def logits(
     return Layout(shape, share=vectors)
 
 
-def _ring(share: int, vector_bytes: int, lanes: int, free: int) -> tuple[int, int, int]:
+def _ring(share: int, vector_bytes: int, lanes: int, room: int) -> tuple[int, int, int]:
     """Slots, vectors of each, and slots that a row takes: the most rows on chip, in the fewest pieces.
 
     Pieces keep threads as busy as the whole row does. More than one, where a row is as long as two slots, so that the
@@ -182,5 +189,5 @@ def _ring(share: int, vector_bytes: int, lanes: int, free: int) -> tuple[int, in
             last = share - (pieces - 1) * vectors
             turns = (pieces - 1) * math.ceil(vectors / lanes) + math.ceil(last / lanes)
             if last > 0 and turns == math.ceil(share / lanes):
-                rings.append((free // (vectors * vector_bytes + 2 * BARRIER_BYTES), vectors, pieces))
+                rings.append((min(room // vectors, MOST_SLOTS), vectors, pieces))
     return max(rings, key=lambda ring: (ring[0] / ring[2], -ring[2]))
