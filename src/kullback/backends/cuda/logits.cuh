@@ -979,7 +979,7 @@ INLINE Sums summed(const Arguments &a, const Share &share, Ring &ring, Team &tea
 #error "A kind has moments or slopes."
 #endif
 /* Whether all exponents are finite: a mass of 0 times an infinite ratio is no number. */
-INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && agreed(fabsf(survey.moments[CROSS_Q]) < MOST); }
+INLINE bool is_finite(const Survey &survey) { return IS_FORETOLD && fabsf(survey.moments[CROSS_Q]) < MOST; }
 
 /* Of log2(p/q) among the words that q chooses: the mean is less than 0 by the divergence of p from q. */
 struct Ratios {
@@ -995,7 +995,7 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
         return {};
     const float inverse = tame_ratio_or_zero(1, survey.x_total), shift = log2_of(survey.x_total) - log2_of(survey.y_total);
     float mean = survey.moments[CROSS_Q] * inverse + shift, variance = mean * (-2 / LN2);
-    if (!agreed(fabsf(mean) < USUAL_BITS)) {
+    if (!(fabsf(mean) < USUAL_BITS)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
         SlopeSums sums;
@@ -1340,7 +1340,7 @@ INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r, Para
         /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂ of
            it, so that exchanging p and q changes no row's vocabulary. */
         const Ratios ratios = foretold(a, share, ring, team, survey);
-        const bool seems_close = IS_FORETOLD && agreed(-3 * LN2 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0);
+        const bool seems_close = IS_FORETOLD && -3 * LN2 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0;
         if (one_scale && !seems_close) {
             if (KEEPS_SLOPES && IS_FORETOLD)
                 expected = expected_slope(a, ratios, row_of<APART>(a, survey, {}, usual, 0), parameters);

@@ -153,7 +153,7 @@ def logits(
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
             mail_bytes = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
             barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES
-            # In vectors, for each tensor, and the same for all vocabularies: the distance is part of the code's addresses.
+            # Vectors of either tensor, the same for all vocabularies: the distance is part of the code's addresses.
             room = (SHARED - STATIC_BYTES - mail_bytes - barriers_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
             slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, room)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
