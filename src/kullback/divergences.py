@@ -276,7 +276,12 @@ DIVERGENCES: dict[str, Divergence] = {
     "kl": Divergence(kl, of_moments=kl_of),
     "reverse_kl": Divergence(reverse_kl, of_moments=reverse_kl_of),
     "jeffreys": Divergence(jeffreys, of_moments=jeffreys_of),
-    "jensen_shannon": Divergence(jensen_shannon, {"weight": 0.5}, "between 0 and 1", lambda w: 0 < w < 1),
+    "jensen_shannon": Divergence(
+        jensen_shannon,
+        {"weight": 0.5},
+        "between 0 and 1, and not so near that float32 takes it for either",
+        lambda w: 1.2e-38 < w < 1 - 3e-8,
+    ),
     "skew_kl": Divergence(skew_kl, {"alpha": 0.1}, "at least 0 and less than 1", lambda a: 0 <= a < 1),
     "total_variation": Divergence(total_variation),
     "hellinger": Divergence(hellinger, of_moments=hellinger_of),

@@ -169,7 +169,7 @@ def logits(
     if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
         shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
     elif short:
-        shape = LogitsShape(known, False, 32, 8, per_vector, 2 if both else 3)
+        shape = LogitsShape(known, False, 32, 8, per_vector, 3)
     else:
         shape = LogitsShape(known, False, 256, 1, per_vector, 2)
     return Layout(shape, share=vectors)
