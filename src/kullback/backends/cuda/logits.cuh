@@ -38,23 +38,25 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_CROSS_Q 0
 #define HAS_OVERLAP 0
 #endif
-/* Whether the log-ratio's mean among the words that q chooses says what to try first, so that rows that are close
-   need not be summed as if apart, and what to expect of slopes */
+/* Whether the log-ratio's mean among the words that q chooses says what to try first, so that rows that are close need not
+   be summed as if apart, and with its variance what to expect of slopes that are kept */
 #define IS_FORETOLD (HAS_SERIES && !IS_SURVEYED)
+#define HAS_SQUARE_Q (IS_FORETOLD && KEEPS_SLOPES)
 #if IS_FORETOLD
 #undef HAS_CROSS_Q
 #define HAS_CROSS_Q 1
 #endif
 #define IS_CROSSED (HAS_CROSS_P || HAS_CROSS_Q)
-enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, MOMENTS = OVERLAP + HAS_OVERLAP };
+enum { CROSS_P = 0, CROSS_Q = HAS_CROSS_P, OVERLAP = CROSS_Q + HAS_CROSS_Q, SQUARE_Q = OVERLAP + HAS_OVERLAP };
+enum { MOMENTS = SQUARE_Q + HAS_SQUARE_Q };
 /* Of a row whose sum is below the first, distributions count as close: 6e-8, which an element's term may be wrong
    by, would be more than 3e-6 of it; of 1 - overlap the rounding of a whole sum is left. A sum above the second was no
    number. */
 #define LEAST_APART (HAS_OVERLAP ? 0.04f : 0.02f)
 #define MOST 1e15f
-/* A log-ratio to base 2, as far as it foretells something, and a mean of such that is believed */
+/* A log-ratio to base 2, as far as it foretells something, and a variance of such that is believed */
 #define MOST_BITS 10.0f
-#define USUAL_BITS 3.0f
+#define MOST_VARIED 16.0f
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS -1e4f
 /* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
@@ -157,7 +159,7 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
    factor is binary(scale) and the second product is rounded. */
 struct alignas(8) Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
-    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, to base 2 */
+    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
 
     /* the same against higher tops */
     INLINE void raise(float x_higher, float y_higher, const Arguments &a)
@@ -166,6 +168,10 @@ struct alignas(8) Survey {
         const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
         const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
         const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
+        if (HAS_SQUARE_Q) {
+            const float more = y_less - x_less;
+            moments[SQUARE_Q] = rounded_once(x_rescale * (moments[SQUARE_Q] + more * (2 * moments[CROSS_Q] + more * x_total)));
+        }
         if (HAS_CROSS_P)
             moments[CROSS_P] = rounded_once(y_rescale * (moments[CROSS_P] + y_total * (y_less - x_less)));
         if (HAS_CROSS_Q)
@@ -207,6 +213,8 @@ struct alignas(8) Survey {
                 const float ratio = y_power - x_power;
                 if (HAS_CROSS_P)
                     add(parts[CROSS_P], p * bounded(ratio));
+                if (HAS_SQUARE_Q)
+                    add(parts[SQUARE_Q], q * ratio * ratio);
                 if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; foretold, where either is */
                     add(parts[CROSS_Q], q * (IS_FORETOLD || ratio == ratio ? ratio : 0));
 #endif
@@ -986,16 +994,16 @@ struct Ratios {
     float mean, variance;
 };
 
-/* The variance is that of normally distributed ones, of which Σ q · p/q is 1: in nats it is -2 times the mean. Where one is
-   infinite, or the mean so low that few words may be why, both once more with each bounded. (So bounded, too, the mean's
-   divergence is more than 2.8 times jensen_shannon.) */
+/* Where one is infinite, or they vary so much that few words may be why, once more with each bounded. (So bounded, too, the
+   mean's divergence is more than 2.8 times jensen_shannon.) */
 INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
     if (!IS_FORETOLD)
         return {};
     const float inverse = tame_ratio_or_zero(1, survey.x_total), shift = log2_of(survey.x_total) - log2_of(survey.y_total);
-    float mean = survey.moments[CROSS_Q] * inverse + shift, variance = mean * (-2 / LN2);
-    if (!(fabsf(mean) < USUAL_BITS)) {
+    float mean = survey.moments[CROSS_Q] * inverse, variance = HAS_SQUARE_Q ? survey.moments[SQUARE_Q] * inverse - mean * mean : 0;
+    mean += shift;
+    if (!(fabsf(mean) < MOST && variance < MOST_VARIED)) {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
         const float x_low = product(survey.x_top, x_factor), y_low = product(survey.y_top, y_factor);
         SlopeSums sums;
