@@ -4,9 +4,12 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kullback
 from kullback import ops
+from kullback.backends.cuda import logits
 from kullback.divergences import DIVERGENCES
 from tests import oracle
 from tests.conftest import relative_error, sample
@@ -257,3 +260,28 @@ def test_slices_of_no_rows(path, device):
     x = torch.empty(0, 4, 5, device=device)
     assert kullback.divergence(x[:, :-1], x[:, 1:]) == 0
     assert kullback.divergence(x[:, :-1], x[:, 1:], reduction="none").shape == (0, 3)
+
+
+def four(*choices):
+    """Of each tensor a number, all of one kind or of any."""
+    return st.one_of([st.lists(numbers, min_size=4, max_size=4) for numbers in (*choices, st.one_of(choices))])
+
+
+def multiples(of):
+    return st.integers(0, 40).map(lambda n: of * n)
+
+
+@given(
+    four(multiples(64), multiples(8), st.integers(0, 300)),
+    four(multiples(8), multiples(4), st.integers(0, 40)),
+    st.integers(1, 20),
+    st.sampled_from([(2, 2), (4, 4), (2, 4), (4, 2)]),
+)
+def test_rows_in_phase(addresses, strides, rows, sizes):
+    """Kernels on chip take rows of which vectors of all tensors begin at the same elements."""
+    addresses[:2] = [address or 64 for address in addresses[:2]]
+    tensors = [t for t in zip(addresses, strides, sizes * 2, strict=True) if t[0]]
+    width = 16 // min(sizes)
+    whole = all(address % size == 0 for address, _, size in tensors)
+    begins = ({(a // size + row * stride) % width for a, stride, size in tensors} for row in range(rows))
+    assert logits._in_phase(addresses, strides, rows, *sizes) == (whole and all(len(b) == 1 for b in begins))

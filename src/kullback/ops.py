@@ -45,7 +45,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.dim() == 2 and tensor.stride(1) == 1:
+    if tensor.dim() == 2 and tensor.is_contiguous():
         return tensor
     if tensor.dim() != 2:
         tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))

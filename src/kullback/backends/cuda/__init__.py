@@ -181,24 +181,13 @@ def _run(
         if total is not None:
             total.fill_(0.0 * scale)
         return
+    if problem.needs_norms and vocab == 0:  # kernels look at a row's first logits
+        for tensor in (total, losses, state):
+            if tensor is not None:
+                tensor.zero_()
+        return
     if problem.needs_norms:
-        if vocab == 0:  # kernels look at a row's first logits
-            for tensor in (total, losses, state):
-                if tensor is not None:
-                    tensor.zero_()
-            return
-        logits.run(
-            problem,
-            x,
-            y,
-            weight=weight,
-            scale=scale,
-            gradients=gradients,
-            known_state=known_state,
-            state=state,
-            losses=losses,
-            total=total,
-        )
+        logits.run(problem, x, y, weight, scale, gradients, known_state, state, losses, total)
         return
     formula = problem.formula
     uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows

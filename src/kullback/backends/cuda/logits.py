@@ -86,20 +86,21 @@ def run(
     problem: Problem,
     x: Tensor,
     y: Tensor,
-    *,
-    weight: Tensor | None = None,
-    scale: float = 1.0,
-    gradients: Gradients = (None, None),
-    known_state: Tensor | None = None,
-    state: Tensor | None = None,
-    losses: Tensor | None = None,
-    total: Tensor | None = None,
+    weight: Tensor | None,
+    scale: float,
+    gradients: Gradients,
+    known_state: Tensor | None,
+    state: Tensor | None,
+    losses: Tensor | None,
+    total: Tensor | None,
 ) -> None:
     """Launch on rows of the tensors; what is None is not computed."""
     rows, vocab = x.shape
-    index = x.device.index
+    index = x.get_device()
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, *gradients)]
+    strides = [0 if t is None else t.stride(0) for t in (x, y, *gradients)]
     launcher, numbers = _prepared(
         index,
         vocab,
@@ -111,19 +112,18 @@ def run(
         output is not None,
         (gradients[0] is not None, gradients[1] is not None),
         known_state is not None,
-        known_state is None and _has_clusters(index) and _in_phase(x, y, gradients),
+        known_state is None and _has_clusters(index) and _in_phase(addresses, strides, rows, x.itemsize, y.itemsize),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
     launcher(
         rows,
-        x.data_ptr(),
-        y.data_ptr(),
-        *[0 if t is None else t.data_ptr() for t in (*gradients, weight, known_state, state, losses, total)],
+        *addresses,
+        *[0 if t is None else t.data_ptr() for t in (weight, known_state, state, losses, total)],
         partial,
         ticket,
         rows,
         vocab,
-        *[0 if t is None else t.stride(0) for t in (x, y, *gradients)],
+        *strides,
         scale,
         *numbers,
     )
@@ -185,21 +185,16 @@ def _has_clusters(index: int) -> bool:
     return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= plan.SHARED)
 
 
-def _in_phase(x: Tensor, y: Tensor, gradients: Gradients) -> bool:
-    """Whether in every row vectors of all tensors begin at the same element."""
-    address = element = 0
-    for t in (x, y, *gradients):
-        if t is not None:
-            address |= t.data_ptr()
-            element |= t.stride(0)
-    if address % 64 == 0 and element % 8 == 0:  # as usual: all rows begin with a vector, whatever its width
-        return True
-    width = plan.width(x.dtype, y.dtype)
-    first, step, has_steps = x.data_ptr() // x.itemsize % width, x.stride(0) % width, x.size(0) > 1
-    for t in (x, y, *gradients):
-        if t is None:
-            continue
-        element, rest = divmod(t.data_ptr(), t.itemsize)
-        if rest or element % width != first or (has_steps and t.stride(0) % width != step):
+def _in_phase(addresses: list[int], strides: list[int], rows: int, x_bytes: int, y_bytes: int) -> bool:
+    """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
+    x, y, d_x, d_y = addresses
+    x_step, y_step, d_x_step, d_y_step = strides
+    if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
+        return True  # as usual: all rows begin with a vector, whatever its width
+    width = plan.VECTOR_BYTES // min(x_bytes, y_bytes)
+    first, step = x // x_bytes % width, x_step % width
+    for address, stride, size in zip(addresses, strides, (x_bytes, y_bytes) * 2, strict=True):
+        element, rest = divmod(address, size)
+        if address and (rest or element % width != first or (rows > 1 and stride % width != step)):
             return False
     return True
