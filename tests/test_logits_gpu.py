@@ -139,8 +139,8 @@ def test_kept_slopes_are_fine_near_their_mean(kind, noise, weight):
     b = x.clone().requires_grad_()
     kullback.divergence(b, y, kind, **parameter).backward()
     ulps = (b.grad.view(torch.int16).int() - a.grad.bfloat16().view(torch.int16).int()).abs()
-    # Ratios of e^±8 are not normally distributed in so few words: the mean is guessed worse. With a weight of 0.05 slopes
-    # differ by less than the least normal half in so many words that, were it guessed exactly, 1e-3 of some rows were off.
+    # Ratios of e^±8 are not normally distributed in so few words: the mean is guessed worse. With a weight of 0.05
+    # slopes differ by less than the least normal half in so many words that an exact guess would leave 1e-3 too.
     assert (ulps[b.grad != 0] > 1).double().mean() < (2e-3 if noise == 4 or weight == 0.05 else 1e-3)
 
 
