@@ -7,6 +7,7 @@ import torch
 
 import kullback
 from kullback.backends import cuda
+from kullback.backends.cuda import plan
 from kullback.rows import Entries, Problem
 from tests import emulation, oracle
 from tests.conftest import relative_error, sample
@@ -314,6 +315,39 @@ def test_rows_on_chip(path, monkeypatch, generator, kind, mask):
         if kind in ("jensen_shannon", "skew_kl"):
             ulps = (ours.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()).abs()
             assert (ulps[ours != 0] > 1).double().mean() < 1e-3
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "blocks"), [(32003, torch.bfloat16, 2), (50257, torch.float32, 8), (128256, torch.bfloat16, 8)]
+)
+def test_rows_of_several_blocks(path, monkeypatch, generator, kind, vocab, dtype, blocks):
+    """Blocks of one cluster tell each other their sums; it takes more rows than are on chip at once."""
+    assert plan.logits(vocab, dtype, dtype, False, False, True).cluster == blocks
+    monkeypatch.setattr(emulation.Launcher, "blocks", 1)
+    emulation.on_chip(monkeypatch)
+    params = oracle.PARAMETERS[kind]
+    y = 2 * torch.randn(7, vocab, generator=generator)
+    noise = torch.randn(7, vocab, generator=generator)
+    x = y + noise
+    x[1] = y[1] + 0.02 * noise[1]
+    x[2, 90:-200] = y[2, 90:-200] = -inf
+    x[3] = math.nan
+    x, y = x.to(dtype), y.to(dtype)
+    weight = torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 1.0, 1.0])
+    read = weight != 0
+    a = x.double().requires_grad_()
+    truth = oracle.divergence(a[read], y[read].double(), kind, **params) * weight[read]
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    for reduction in ("sum", "none"):
+        b = x.clone().requires_grad_()
+        losses = kullback.divergence(b, y, kind, row_weight=weight, reduction=reduction, **params)
+        (ours,) = torch.autograd.grad(losses.sum(), b)
+        assert relative_error(losses.sum(), truth.sum()) < 1e-5
+        assert ours[3].count_nonzero() == 0
+        for row in read.nonzero().flatten().tolist():
+            assert relative_error(ours[row], expected[row]) < (2e-6 if dtype == torch.float32 else 5e-3)
 
 
 @emulated

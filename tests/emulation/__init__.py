@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU: their own source, compiled for it, run by fibers. Clusters are of one block.
+"""CUDA kernels on a CPU: their own source, compiled for it, run by fibers.
 
 Slow, and the special functions are libm's: it tells whether a kernel is right, and nothing of its speed.
 """
@@ -39,33 +39,37 @@ def on_cpu(source: str) -> str:
     source = source.replace(text("cluster.cuh"), (HERE / "cluster.h").read_text())
     source = UNARY.sub(call, source)
     source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
-    source = SHARED_VECTOR.sub(r"words[i] = *(const uint4 *)(gpu::shared + \1);", source)
+    source = SHARED_VECTOR.sub(r"words[i] = *(const uint4 *)(gpu::own().shared + \1);", source)
     source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
     source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
     source = re.sub(
         r"extern __shared__ (?:__align__\(128\) )?([\w ]+) (\w+)\[\];",
-        r"static \1 *const \2 = (\1 *)gpu::shared;",
+        r"#define \2 ((\1 *)gpu::own().shared)",
         source,
+    )
+    source = source.replace(
+        "__shared__ double results[GROUPS];",
+        "static double results_of[gpu::MOST_BLOCKS][GROUPS];\n#define results results_of[gpu::rank]\n",
     )
     return "#pragma once\n" + (HERE / "gpu.h").read_text() + source
 
 
-WAIT = "gpu::wait(gpu::named[team.group + 1], LANES);"
+WAIT = "gpu::wait(gpu::own().named[team.group + 1], LANES);"
 
 
 def library(source: str, name: str) -> ctypes.CDLL:
-    """With `run(blocks, threads, *the kernel's arguments)`."""
+    """With `run(clusters, blocks of a cluster, threads of a block, *the kernel's arguments)`."""
     parameters = re.search(rf"\b{name}\(([^)]*)\)", source)[1].split(",")
     names = ", ".join(re.search(r"(\w+)\s*$", parameter)[1] for parameter in parameters)
     wrapper = (
-        f'extern "C" int run(int blocks, int threads, {", ".join(parameters)})\n'
-        f"{{\n    return gpu::launch(blocks, threads, [=] {{ {name}({names}); }});\n}}\n"
+        f'extern "C" int run(int clusters, int cluster, int threads, {", ".join(parameters)})\n'
+        f"{{\n    return gpu::launch(clusters, cluster, threads, [=] {{ {name}({names}); }});\n}}\n"
     )
     text = on_cpu(source) + wrapper
     path = build.cached(compile.key(FLAGS, text), ".so", lambda: built(text))
     run = ctypes.CDLL(str(path)).run
     kinds = [ctypes.c_void_p if "*" in p else TYPES[p.rsplit(None, 1)[0].strip()] for p in parameters]
-    run.argtypes = [ctypes.c_int, ctypes.c_int, *kinds]
+    run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *kinds]
     return run
 
 
@@ -84,11 +88,10 @@ class Launcher:
     blocks = 3
 
     def __init__(self, text, name, index, threads=256, cluster=1, shared=0):
-        assert cluster == 1
-        self.run, self.threads = library(text, name), threads
+        self.run, self.cluster, self.threads = library(text, name), cluster, threads
 
     def __call__(self, blocks, *arguments):
-        assert self.run(max(1, min(blocks, self.blocks)), self.threads, *arguments), "the kernel hangs"
+        assert self.run(max(1, min(blocks, self.blocks)), self.cluster, self.threads, *arguments), "the kernel hangs"
 
 
 def workspace(index, blocks):
@@ -121,6 +124,6 @@ def emulated(monkeypatch):
 
 
 def on_chip(monkeypatch):
-    """Rows of `emulated` tensors that one block can hold are on chip."""
+    """Rows of `emulated` tensors are on chip, where a cluster can hold them."""
     monkeypatch.setattr(logits, "_has_clusters", lambda index: True)
     logits._prepared.cache_clear()

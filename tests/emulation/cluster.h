@@ -1,11 +1,11 @@
-/* What cluster.cuh is, of a cluster of one block: its barriers as counters, its copies at once. What a copy engine would
-   refuse, or a barrier count wrongly, aborts. */
+/* What cluster.cuh is: its barriers as counters, its copies at once. What a copy engine would refuse, or a barrier count
+   wrongly, aborts. */
 
-INLINE unsigned cluster_rank() { return 0; }
-INLINE unsigned cluster_size() { return 1; }
-INLINE unsigned cluster_index() { return blockIdx.x; }
-INLINE unsigned cluster_count() { return gridDim.x; }
-INLINE void synchronize_cluster() { __syncthreads(); }
+INLINE unsigned cluster_rank() { return (unsigned)gpu::rank; }
+INLINE unsigned cluster_size() { return (unsigned)gpu::cluster; }
+INLINE unsigned cluster_index() { return gpu::first.x / cluster_size(); }
+INLINE unsigned cluster_count() { return gridDim.x / cluster_size(); }
+INLINE void synchronize_cluster() { gpu::wait(gpu::of_cluster, gpu::cluster * gpu::threads); }
 
 struct Barrier {
     short pending, arrivals;
@@ -42,8 +42,8 @@ INLINE void await(unsigned long long *barrier, unsigned parity)
 }
 INLINE void await_cluster(unsigned long long *barrier, unsigned parity) { await(barrier, parity); }
 
-INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - gpu::shared); }
-INLINE void put(int place, uint4 value) { *(uint4 *)(gpu::shared + place) = value; }
+INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - gpu::own().shared); }
+INLINE void put(int place, uint4 value) { *(uint4 *)(gpu::own().shared + place) = value; }
 INLINE void order_before_copies() {}
 INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
 {
@@ -58,4 +58,11 @@ INLINE void foresee(const void *from, unsigned bytes)
     if ((uintptr_t)from % 16 || bytes % 16)
         abort();
 }
-INLINE void send(float2 *, unsigned long long *, float2, unsigned) { abort(); }
+INLINE void send(float2 *place, unsigned long long *barrier, float2 value, unsigned rank)
+{
+    unsigned char *there = gpu::blocks[rank].shared;
+    *(float2 *)(there + shared_address(place)) = value;
+    Barrier *counter = (Barrier *)(there + shared_address(barrier));
+    counter->bytes -= (int)sizeof value;
+    counter->settle();
+}

@@ -1,5 +1,5 @@
-/* What a CUDA kernel wants of the GPU, on a CPU: a block's threads are fibers, switched where they wait for each other;
-   blocks run one after another. For kernels without clusters. Numbers of the special-function unit are libm's. */
+/* What a CUDA kernel wants of the GPU, on a CPU: the threads of a cluster's blocks are fibers, switched where they wait for
+   each other; clusters run one after another. Numbers of the special-function unit are libm's. */
 
 #include <algorithm>
 #include <cmath>
@@ -22,21 +22,30 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 
 namespace gpu {
-enum { MOST_THREADS = 1024, STACK = 1 << 16, WARP = 32 };
+enum { MOST_THREADS = 1024, MOST_BLOCKS = 8, STACK = 1 << 16, WARP = 32 };
 
 struct Barrier { int arrived, turn; };
 
-static ucontext_t host, fibers[MOST_THREADS];
-static char *stacks;
-static bool done[MOST_THREADS];
-static int current, threads;
-static void (*body)();
-static Barrier of_block, of_warp[MOST_THREADS / WARP], named[16];
-static unsigned long long slots[MOST_THREADS];
-alignas(128) static unsigned char shared[232448];
-static Index block, grid;
+struct Block {
+    ucontext_t fibers[MOST_THREADS];
+    bool done[MOST_THREADS];
+    Barrier whole, of_warp[MOST_THREADS / WARP], named[16];
+    unsigned long long slots[MOST_THREADS];
+    alignas(128) unsigned char shared[232448];
+};
 
-static void yield() { swapcontext(&fibers[current], &host); }
+static ucontext_t host;
+static char *stacks;
+static Block blocks[MOST_BLOCKS]; /* of the cluster */
+static int rank, current, cluster, threads; /* the block that runs, its thread; blocks of a cluster, threads of a block */
+static void (*body)();
+static Barrier of_cluster;
+static Index first, grid;
+
+static Block &own() { return blocks[rank]; }
+static Barrier &own_warp() { return own().of_warp[current / WARP]; }
+
+static void yield() { swapcontext(&own().fibers[current], &host); }
 
 static void wait(Barrier &barrier, int count)
 {
@@ -53,44 +62,51 @@ static void wait(Barrier &barrier, int count)
 static void fiber()
 {
     body();
-    done[current] = true;
-    swapcontext(&fibers[current], &host);
+    own().done[current] = true;
+    yield();
+}
+
+static void begin(Block &block, char *stack)
+{
+    memset(block.shared, 0xff, sizeof block.shared); /* NaN: nothing may count on what another block left */
+    memset(block.of_warp, 0, sizeof block.of_warp);
+    memset(block.named, 0, sizeof block.named);
+    block.whole = {};
+    for (int t = 0; t < threads; t++) {
+        block.done[t] = false;
+        getcontext(&block.fibers[t]);
+        block.fibers[t].uc_stack.ss_sp = stack + (size_t)t * STACK;
+        block.fibers[t].uc_stack.ss_size = STACK;
+        block.fibers[t].uc_link = &host;
+        makecontext(&block.fibers[t], fiber, 0);
+    }
 }
 
 /* Runs a kernel; false where its threads wait for each other for ever. */
-template <typename F> static bool launch(int blocks, int block_threads, F kernel)
+template <typename F> static bool launch(int clusters, int cluster_blocks, int block_threads, F kernel)
 {
     static const F *launched;
     launched = &kernel;
     body = [] { (*launched)(); };
     if (!stacks)
-        stacks = (char *)malloc((size_t)MOST_THREADS * STACK);
+        stacks = (char *)malloc((size_t)MOST_BLOCKS * MOST_THREADS * STACK);
+    cluster = cluster_blocks;
     threads = block_threads;
-    grid.x = (unsigned)blocks;
-    for (int b = 0; b < blocks; b++) {
-        block.x = (unsigned)b;
-        memset(shared, 0xff, sizeof shared); /* NaN: nothing may count on what another block left */
-        memset(of_warp, 0, sizeof of_warp);
-        memset(named, 0, sizeof named);
-        of_block = {};
-        for (int t = 0; t < threads; t++) {
-            done[t] = false;
-            getcontext(&fibers[t]);
-            fibers[t].uc_stack.ss_sp = stacks + (size_t)t * STACK;
-            fibers[t].uc_stack.ss_size = STACK;
-            fibers[t].uc_link = &host;
-            makecontext(&fibers[t], fiber, 0);
-        }
+    grid.x = (unsigned)(clusters * cluster);
+    for (first.x = 0; first.x < grid.x; first.x += (unsigned)cluster) {
+        of_cluster = {};
+        for (int b = 0; b < cluster; b++)
+            begin(blocks[b], stacks + (size_t)b * MOST_THREADS * STACK);
         long idle = 0;
-        for (int left = threads; left;) {
+        for (int left = cluster * threads; left;) {
             if (++idle > 1000000)
                 return false;
-            for (int t = 0; t < threads; t++)
-                if (!done[t]) {
-                    current = t;
-                    swapcontext(&host, &fibers[t]);
-                    left -= done[t];
-                }
+            for (rank = 0; rank < cluster; rank++)
+                for (current = 0; current < threads; current++)
+                    if (!own().done[current]) {
+                        swapcontext(&host, &own().fibers[current]);
+                        left -= own().done[current];
+                    }
         }
     }
     return true;
@@ -99,13 +115,13 @@ template <typename F> static bool launch(int blocks, int block_threads, F kernel
 /* The value that another lane brings; all lanes of the warp call. */
 template <typename T> static T from_lane(T value, int other)
 {
+    auto &slots = own().slots;
     static_assert(sizeof(T) <= sizeof slots[0]);
-    const int first = current / WARP * WARP;
     memcpy(&slots[current], &value, sizeof value);
-    wait(of_warp[current / WARP], WARP);
+    wait(own_warp(), WARP);
     T result;
-    memcpy(&result, &slots[first + other], sizeof result);
-    wait(of_warp[current / WARP], WARP);
+    memcpy(&result, &slots[current / WARP * WARP + other], sizeof result);
+    wait(own_warp(), WARP);
     return result;
 }
 
@@ -118,10 +134,10 @@ template <typename To, typename From> static To bits_of(From x)
 }
 
 #define threadIdx (Index { (unsigned)gpu::current })
-#define blockIdx gpu::block
+#define blockIdx (Index { gpu::first.x + (unsigned)gpu::rank })
 #define gridDim gpu::grid
-#define __syncthreads() gpu::wait(gpu::of_block, gpu::threads)
-#define __syncwarp() gpu::wait(gpu::of_warp[gpu::current / 32], 32)
+#define __syncthreads() gpu::wait(gpu::own().whole, gpu::threads)
+#define __syncwarp() gpu::wait(gpu::own_warp(), gpu::WARP)
 #define __shfl_xor_sync(mask, x, step) gpu::from_lane(x, gpu::current % 32 ^ (step))
 #define __shfl_sync(mask, x, lane) gpu::from_lane(x, lane)
 #define __threadfence()
