@@ -51,8 +51,9 @@ def registers(source, arch):
     return max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
 
 
-def name(arch, kind, form, target_form, dtype, mode):
-    return f"{arch} {kind} {form}/{target_form} {str(dtype)[6:]} {mode}"
+def name(arch, kind, form, target_form, dtype, mode, target_dtype=None):
+    dtypes = str(dtype)[6:] if target_dtype is None else f"{str(dtype)[6:]}/{str(target_dtype)[6:]}"
+    return f"{arch} {kind} {form}/{target_form} {dtypes} {mode}"
 
 
 def quick():
@@ -117,14 +118,15 @@ LOGITS_MODES = {
 MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
 
 
-def logits_variant(kind, form, target_form, dtype, mode):
+def logits_variant(kind, form, target_form, dtype, mode, target_dtype=None):
     vocab, fits, known, want_sum, want = LOGITS_MODES[mode]
     capped = ("capped" in mode,) * 2
     problem = Problem(kind, form, target_form, (1.0, 1.0, *map(float, capped), 0.0, *oracle.PARAMETERS[kind].values()))
-    shape = logits.layout(problem, vocab, dtype, dtype, want, known, fits).shape
+    y = target_dtype or dtype
+    shape = logits.layout(problem, vocab, dtype, y, want, known, fits).shape
     assert shape.resident == fits
     return logits.Variant(
-        kind, form, target_form, dtype, dtype, torch.float64, torch.float32, want_sum, want, capped, shape
+        kind, form, target_form, dtype, y, torch.float64, torch.float32, want_sum, want, capped, shape
     )
 
 
@@ -145,6 +147,11 @@ def quick_logits():
             yield arch, "jensen_shannon", "logits", "logits", torch.float32, mode
     for pair in MIXED_PAIRS:
         yield "sm_90a", "alpha", *pair, torch.float16, "total and both gradients"
+    for dtype, target_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        yield "sm_90a", "skew_kl", "logits", "logits", dtype, "short rows, both gradients", target_dtype
+        yield "sm_90a", "renyi", "logits", "logits", dtype, "capped short rows", target_dtype
+        yield "sm_90a", "jensen_shannon", "logits", "logits", dtype, "total and gradient", target_dtype
+    yield "sm_90a", "skew_kl", "logits", "logits", torch.float16, "capped short rows"
 
 
 @pytest.mark.parametrize("case", [*quick_logits()], ids=lambda c: name(*c))
@@ -182,17 +189,23 @@ def test_a_spill_is_an_error():
         registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
-def test_rows_on_chip_fit(vocab, dtype):
+@pytest.mark.parametrize("both", [False, True], ids=["one gradient", "both gradients"])
+@pytest.mark.parametrize("dtypes", [*itertools.combinations_with_replacement(DTYPES[:3], 2)])
+@pytest.mark.parametrize(
+    "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
+)
+def test_rows_on_chip_fit(vocab, dtypes, both):
     """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
-    layout = plan.logits(vocab, dtype, dtype, False, False, True)
-    element_bytes = dtype.itemsize * 2
+    x, y = dtypes
+    layout = plan.logits(vocab, x, y, both, False, True)
     if not layout.shape.resident:
-        assert vocab <= 2048 or vocab * element_bytes / plan.MAX_CLUSTER > 190 << 10
+        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > 185 << 10
         return
-    slot_bytes = layout.slot_vectors * layout.shape.width * element_bytes
-    assert layout.slots * slot_bytes <= layout.mail < layout.barriers < layout.shared
+    held = layout.slots * layout.slot_vectors * layout.shape.width
+    assert held * x.itemsize <= layout.shape.to_y
+    assert layout.shape.to_y + held * y.itemsize <= layout.mail < layout.barriers < layout.shared
+    assert layout.shape.to_y % 128 == layout.mail % 8 == layout.barriers % 8 == 0
+    assert layout.slots <= plan.MOST_SLOTS
     assert layout.share * layout.cluster >= vocab // layout.shape.width
     pieces = -(-layout.share // layout.slot_vectors)
     assert pieces <= layout.slots

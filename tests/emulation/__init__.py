@@ -39,7 +39,7 @@ def on_cpu(source: str) -> str:
     source = source.replace(text("cluster.cuh"), (HERE / "cluster.h").read_text())
     source = UNARY.sub(call, source)
     source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
-    source = SHARED_VECTOR.sub(r"words[i] = *(const uint4 *)(gpu::own().shared + \1);", source)
+    source = SHARED_VECTOR.sub(r"words[i] = *gpu::vector_at(\1);", source)
     source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
     source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
     source = re.sub(

@@ -42,8 +42,8 @@ INLINE void await(unsigned long long *barrier, unsigned parity)
 }
 INLINE void await_cluster(unsigned long long *barrier, unsigned parity) { await(barrier, parity); }
 
-INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - gpu::own().shared); }
-INLINE void put(int place, uint4 value) { *(uint4 *)(gpu::own().shared + place) = value; }
+INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - gpu::own().shared) + gpu::BASE; }
+INLINE void put(int place, uint4 value) { *gpu::vector_at(place) = value; }
 INLINE void order_before_copies() {}
 INLINE void copy(void *to, const void *from, unsigned bytes, unsigned long long *barrier)
 {
@@ -60,7 +60,7 @@ INLINE void foresee(const void *from, unsigned bytes)
 }
 INLINE void send(float2 *place, unsigned long long *barrier, float2 value, unsigned rank)
 {
-    unsigned char *there = gpu::blocks[rank].shared;
+    unsigned char *there = gpu::blocks[rank].shared - gpu::BASE;
     *(float2 *)(there + shared_address(place)) = value;
     Barrier *counter = (Barrier *)(there + shared_address(barrier));
     counter->bytes -= (int)sizeof value;

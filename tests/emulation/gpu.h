@@ -22,7 +22,8 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 
 namespace gpu {
-enum { MOST_THREADS = 1024, MOST_BLOCKS = 8, STACK = 1 << 16, WARP = 32 };
+/* BASE: what lies in a block's shared memory before a kernel's dynamic part; so no offset passes for an address. */
+enum { MOST_THREADS = 1024, MOST_BLOCKS = 8, STACK = 1 << 16, WARP = 32, BASE = 1152 };
 
 struct Barrier { int arrived, turn; };
 
@@ -44,6 +45,14 @@ static Index first, grid;
 
 static Block &own() { return blocks[rank]; }
 static Barrier &own_warp() { return own().of_warp[current / WARP]; }
+
+/* 16 bytes of the block's shared memory, by address */
+static uint4 *vector_at(int address)
+{
+    if (address < BASE || address % 16 || address + 16 > BASE + (int)sizeof own().shared)
+        abort();
+    return (uint4 *)(own().shared + address - BASE);
+}
 
 static void yield() { swapcontext(&own().fibers[current], &host); }
 

@@ -348,7 +348,8 @@ struct Share {
 };
 
 #if RESIDENT
-/* The ring's slots; then every group's mail; then the barriers: full and empty of each slot, arrivals of each group. */
+/* The slots' parts of x; at TO_Y those of y; then every group's mail; then the barriers: full and empty of each slot, arrivals
+   of each group. */
 extern __shared__ __align__(128) unsigned char memory[];
 #else
 __shared__ __align__(16) unsigned char memory[GROUPS * MAILBOXES * WARPS * LETTER_BYTES];
@@ -503,11 +504,10 @@ INLINE int first_place(const Ring &slot) { return (int)shared_address(slot.x());
 INLINE int last_place(const Ring &slot, int count) { return first_place(slot) + max(count, 0) * X_BYTES; }
 
 /* Of y, where that of x is there */
-INLINE int beside(const Ring &slot, int place)
+INLINE int beside(int place)
 {
-    if (X_BYTES == Y_BYTES)
-        return place + TO_Y;
-    return (int)shared_address(slot.y()) + (place - first_place(slot)) / X_BYTES * Y_BYTES;
+    const int before = place - (int)shared_address(memory);
+    return place + TO_Y + (X_BYTES == Y_BYTES ? 0 : before / X_BYTES * Y_BYTES - before);
 }
 #endif
 
@@ -527,7 +527,7 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
         const long long elsewhere = (share.first + start) * (long long)X_BYTES - first_place(slot); /* than `place`, in the row */
 #pragma unroll 1
         for (int place = first_place(slot) + team.lane * X_BYTES; place < last_place(slot, count); place += LANES * X_BYTES)
-            f(fetched<X>(place), fetched<Y>(beside(slot, place)), elsewhere + (unsigned)place, place);
+            f(fetched<X>(place), fetched<Y>(beside(place)), elsewhere + (unsigned)place, place);
         if (LAST)
             release(slot, team);
     });
@@ -572,7 +572,7 @@ INLINE void keep(int place, const float *masses, const float *slopes)
         asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(slope[i]) : "f"(s[1]), "f"(s[0]));
     }
     put(place, *(const uint4 *)&mass);
-    put(place + TO_Y, *(const uint4 *)slope);
+    put(beside(place), *(const uint4 *)slope);
 }
 
 INLINE float kept_slope(const Packed<Y> &y, int k)
@@ -588,7 +588,7 @@ template <typename F> INLINE void each_first(const Share &share, const Ring &rin
         return;
 #if RESIDENT
     const Packed<X> x = fetched<X>(first_place(ring) + team.lane * X_BYTES);
-    const Packed<Y> y = fetched<Y>(beside(ring, first_place(ring) + team.lane * X_BYTES));
+    const Packed<Y> y = fetched<Y>(beside(first_place(ring) + team.lane * X_BYTES));
 #else
     const int i = share.head + team.lane * WIDTH;
     const Packed<X> x = load(share.x() + i);
@@ -994,7 +994,7 @@ struct Ratios {
     float mean, variance;
 };
 
-/* Where one is infinite, or they vary so much that few words may be why, once more with each bounded. (So bounded, too, the
+/* Where one is infinite, or they are known to vary so much that few words may be why, once more with each bounded. (So bounded, too, the
    mean's divergence is more than 2.8 times jensen_shannon.) */
 INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
@@ -1011,7 +1011,8 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
             const float x_power = fmaf(x, x_factor, -x_low), ratio = fmaf(y, y_factor, -y_low) - x_power + shift;
             const float bounded = fminf(fmaxf(ratio, -MOST_BITS), MOST_BITS), part = power_of_2(x_power) * bounded;
             sums.p += part;
-            sums.q = fmaf(part, bounded, sums.q);
+            if (HAS_SQUARE_Q)
+                sums.q = fmaf(part, bounded, sums.q);
         };
         each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
 #pragma unroll
@@ -1059,7 +1060,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
         by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
-    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, int, int place) {
+    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int place) {
         float masses[WIDTH], slopes[WIDTH];
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
@@ -1251,8 +1252,9 @@ INLINE void restore(const Share &share, const Ring &ring, const Team &team)
     const Y *y = share.y() + share.head + share.first * WIDTH;
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
         for (int v = team.lane; v < count; v += LANES) {
-            put((int)shared_address(slot.x() + v * WIDTH), *(const uint4 *)(x + (start + v) * WIDTH));
-            put((int)shared_address(slot.y() + v * WIDTH), *(const uint4 *)(y + (start + v) * WIDTH));
+            const int place = first_place(slot) + v * X_BYTES;
+            put(place, *(const uint4 *)(x + (start + v) * WIDTH));
+            put(beside(place), *(const uint4 *)(y + (start + v) * WIDTH));
         }
     });
     synchronize_group(team);

@@ -104,7 +104,7 @@ class Layout:
     slot_vectors: int = 0  # of each tensor, in a slot
     share: int = 0  # vectors of a row in a block, at most
     pieces: int = 0  # slots that they take
-    mail: int = 0  # offset of it in shared memory, behind the slots
+    mail: int = 0  # offset of it in shared memory, behind the target's slots
     barriers: int = 0  # and of these, behind the mail
     shared: int = 0  # bytes of dynamic shared memory a block
 
@@ -153,7 +153,7 @@ def logits(
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
             mail_bytes = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
             barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES
-            # Vectors of either tensor, the same for all vocabularies: the distance is part of the code's addresses.
+            # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
             room = (SHARED - STATIC_BYTES - mail_bytes - barriers_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
             slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, room)
             # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
@@ -169,7 +169,9 @@ def logits(
     if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
         shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
     elif short:
-        shape = LogitsShape(known, False, 32, 8, per_vector, 3)
+        # What converts both tensors in ways of their own, or float16, takes more registers than three blocks leave.
+        wide = both and (x != y or x == torch.float16)
+        shape = LogitsShape(known, False, 32, 8, per_vector, 2 if wide else 3)
     else:
         shape = LogitsShape(known, False, 256, 1, per_vector, 2)
     return Layout(shape, share=vectors)
