@@ -190,7 +190,7 @@ def test_a_spill_is_an_error():
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["one gradient", "both gradients"])
-@pytest.mark.parametrize("dtypes", [*itertools.combinations_with_replacement(DTYPES[:3], 2)])
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:3], repeat=2)])
 @pytest.mark.parametrize(
     "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
 )
@@ -199,7 +199,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both):
     x, y = dtypes
     layout = plan.logits(vocab, x, y, both, False, True)
     if not layout.shape.resident:
-        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > 185 << 10
+        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > 190 << 10
         return
     held = layout.slots * layout.slot_vectors * layout.shape.width
     assert held * x.itemsize <= layout.shape.to_y

@@ -275,13 +275,14 @@ def multiples(of):
     four(multiples(64), multiples(8), st.integers(0, 300)),
     four(multiples(8), multiples(4), st.integers(0, 40)),
     st.integers(1, 20),
-    st.sampled_from([(2, 2), (4, 4), (2, 4), (4, 2)]),
+    st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 2),
 )
-def test_rows_in_phase(addresses, strides, rows, sizes):
+def test_rows_in_phase(addresses, strides, rows, dtypes):
     """Kernels on chip take rows of which vectors of all tensors begin at the same elements."""
     addresses[:2] = [address or 64 for address in addresses[:2]]
+    sizes = [dtype.itemsize for dtype in dtypes]
     tensors = [t for t in zip(addresses, strides, sizes * 2, strict=True) if t[0]]
     width = 16 // min(sizes)
     whole = all(address % size == 0 for address, _, size in tensors)
     begins = ({(a // size + row * stride) % width for a, stride, size in tensors} for row in range(rows))
-    assert logits._in_phase(addresses, strides, rows, *sizes) == (whole and all(len(b) == 1 for b in begins))
+    assert logits._in_phase(addresses, strides, rows, *dtypes) == (whole and all(len(b) == 1 for b in begins))

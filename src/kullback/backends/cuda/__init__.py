@@ -181,7 +181,7 @@ def _run(
         if total is not None:
             total.fill_(0.0 * scale)
         return
-    if problem.needs_norms and vocab == 0:  # kernels look at a row's first logits
+    if vocab == 0 and problem.needs_norms:  # kernels look at a row's first logits
         for tensor in (total, losses, state):
             if tensor is not None:
                 tensor.zero_()

@@ -994,8 +994,8 @@ struct Ratios {
     float mean, variance;
 };
 
-/* Where one is infinite, or they are known to vary so much that few words may be why, once more with each bounded. (So bounded, too, the
-   mean's divergence is more than 2.8 times jensen_shannon.) */
+/* Where one is infinite, or they are known to vary so much that few words may be why, once more with each bounded. (So
+   bounded, too, the mean's divergence is more than 2.8 times jensen_shannon.) */
 INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team &team, const Survey &survey)
 {
     if (!IS_FORETOLD)

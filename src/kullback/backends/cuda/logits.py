@@ -112,7 +112,7 @@ def run(
         output is not None,
         (gradients[0] is not None, gradients[1] is not None),
         known_state is not None,
-        known_state is None and _has_clusters(index) and _in_phase(addresses, strides, rows, x.itemsize, y.itemsize),
+        known_state is None and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
     launcher(
@@ -185,16 +185,16 @@ def _has_clusters(index: int) -> bool:
     return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= plan.SHARED)
 
 
-def _in_phase(addresses: list[int], strides: list[int], rows: int, x_bytes: int, y_bytes: int) -> bool:
+def _in_phase(addresses: list[int], strides: list[int], rows: int, x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
     """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
     x, y, d_x, d_y = addresses
     x_step, y_step, d_x_step, d_y_step = strides
     if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
         return True  # as usual: all rows begin with a vector, whatever its width
-    width = plan.VECTOR_BYTES // min(x_bytes, y_bytes)
-    first, step = x // x_bytes % width, x_step % width
-    for address, stride, size in zip(addresses, strides, (x_bytes, y_bytes) * 2, strict=True):
-        element, rest = divmod(address, size)
+    width = plan.width(x_dtype, y_dtype)
+    first, step = x // x_dtype.itemsize % width, x_step % width
+    for address, stride, dtype in zip(addresses, strides, (x_dtype, y_dtype) * 2, strict=True):
+        element, rest = divmod(address, dtype.itemsize)
         if address and (rest or element % width != first or (rows > 1 and stride % width != step)):
             return False
     return True

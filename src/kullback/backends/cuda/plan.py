@@ -164,7 +164,7 @@ def logits(
                 shape = LogitsShape(False, True, lanes, groups, per_vector, 1, keeps_slopes=keeps_slopes, to_y=to_y)
                 mail = to_y + slots * slot_vectors * per_vector * y.itemsize
                 barriers = mail + mail_bytes
-                shared = barriers + (2 * slots + groups * MAILBOXES) * BARRIER_BYTES
+                shared = barriers + barriers_bytes
                 return Layout(shape, cluster, slots, slot_vectors, share, pieces, mail, barriers, shared)
     if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
         shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
