@@ -218,7 +218,7 @@ class Affine(NamedTuple):
 
 
 def affine(x: Value) -> Affine:
-    """What x is in a row that is apart."""
+    """What x is in a row that is apart; of a logarithm the rest is less by that of the variable `lift`."""
     if isinstance(x, Symbol):
         match x.op, x.args:
             case "mul", (a, b) if _is_common(a) or _is_common(b):
@@ -230,8 +230,11 @@ def affine(x: Value) -> Affine:
                 return Affine(-factor, -offset, rest)
             case "near", (_, _, _, apart):
                 return affine(apart)
-            case "logit_log_part", arguments:
-                return Affine(math.log(2), 0.0, _node("logit_log2_part", *arguments))
+            case "logit_log_part", (*mass, whole, share):
+                a, p, b, q = whole.args
+                lift = variable("lift")
+                lifted = mixture(lift * a, p, lift * b, q)
+                return Affine(math.log(2), 0.0, _node("logit_log2_part", *mass, lifted, share))
             case "half_sign", (a,):
                 return Affine(1.0, -0.5, _node("step", a))
     return Affine(1.0, 0.0, x)

@@ -58,10 +58,10 @@ INLINE void foresee(const void *from, unsigned bytes)
     if ((uintptr_t)from % 16 || bytes % 16)
         abort();
 }
-INLINE void send(float2 *place, unsigned long long *barrier, float2 value, unsigned rank)
+INLINE void send(float *place, unsigned long long *barrier, float value, unsigned rank)
 {
     unsigned char *there = gpu::blocks[rank].shared - gpu::BASE;
-    *(float2 *)(there + shared_address(place)) = value;
+    *(float *)(there + shared_address(place)) = value;
     Barrier *counter = (Barrier *)(there + shared_address(barrier));
     counter->bytes -= (int)sizeof value;
     counter->settle();

@@ -91,14 +91,13 @@ INLINE void foresee(const void *from, unsigned bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
-/* 8 bytes to the same place in the shared memory of that block of the cluster; counted by the barrier there */
-INLINE void send(float2 *place, unsigned long long *barrier, float2 value, unsigned rank)
+/* To the same place in the shared memory of that block of the cluster; counted by the barrier there */
+INLINE void send(float *place, unsigned long long *barrier, float value, unsigned rank)
 {
     asm volatile("{\n\t.reg .b32 place, barrier;\n"
                  "\tmapa.shared::cluster.u32 place, %0, %2;\n"
                  "\tmapa.shared::cluster.u32 barrier, %1, %2;\n"
-                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [place], {%3, %4}, [barrier];\n\t}"
-                 :: "r"(shared_address(place)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value.x)),
-                    "r"(__float_as_uint(value.y))
+                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [place], %3, [barrier];\n\t}"
+                 :: "r"(shared_address(place)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value))
                  : "memory");
 }

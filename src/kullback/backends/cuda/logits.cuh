@@ -75,8 +75,6 @@ INLINE float maximum(float a, float b) /* NaN stays */
 INLINE float shuffled(float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 INLINE double shuffled(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 
-INLINE float of_first_lane(float x) { return __shfl_sync(0xffffffffu, x, 0); }
-
 /* What is the same in all threads of a warp, said so that the compiler knows */
 INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
 
@@ -85,21 +83,6 @@ template <typename T> INLINE T sum_of_warp(T x)
 #pragma unroll
     for (int step = 16; step; step /= 2)
         x += shuffled(x, step);
-    return x;
-}
-
-template <typename F> INLINE float merged_of_warp(float x, F merge)
-{
-#pragma unroll
-    for (int step = 16; step; step /= 2)
-        x = merge(x, shuffled(x, step));
-    return x;
-}
-
-/* Not to be contracted with a sum: lanes that add the same two in either order must agree to the bit */
-INLINE float rounded_once(float x)
-{
-    asm("" : "+f"(x));
     return x;
 }
 
@@ -155,38 +138,11 @@ INLINE float difference_factor(const Arguments &a, int power) { return found_her
 INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? k_capped(x, a.input_cap) : x; }
 INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? k_capped(y, a.target_cap) : y; }
 
-/* What a part of a row holds, each side's masses measured against its own top: 2^(x·factor - top·factor), where a
-   factor is binary(scale) and the second product is rounded. */
-struct alignas(8) Survey {
+/* What a row holds, each side's masses measured against a top: 2^(x·factor - top·factor), where a factor is binary(scale)
+   and the second product is rounded. */
+struct Survey {
     float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
-
-    /* the same against higher tops */
-    INLINE void raise(float x_higher, float y_higher, const Arguments &a)
-    {
-        const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
-        const float x_less = product(x_top, x_factor) - product(x_higher, x_factor);
-        const float y_less = product(y_top, y_factor) - product(y_higher, y_factor);
-        const float x_rescale = power_of_2(x_less), y_rescale = power_of_2(y_less);
-        if (HAS_SQUARE_Q) {
-            const float more = y_less - x_less;
-            moments[SQUARE_Q] = rounded_once(x_rescale * (moments[SQUARE_Q] + more * (2 * moments[CROSS_Q] + more * x_total)));
-        }
-        if (HAS_CROSS_P)
-            moments[CROSS_P] = rounded_once(y_rescale * (moments[CROSS_P] + y_total * (y_less - x_less)));
-        if (HAS_CROSS_Q)
-            moments[CROSS_Q] = rounded_once(x_rescale * (moments[CROSS_Q] + x_total * (y_less - x_less)));
-#if HAS_OVERLAP
-        const float rescale = power_of_2(a.exponent * y_less + (1 - a.exponent) * x_less);
-        moments[OVERLAP] = moments[OVERLAP] == 0 ? 0 : product(moments[OVERLAP], rescale);
-#endif
-        if (INPUT_IS_LOGITS)
-            x_total = product(x_total, x_rescale);
-        if (TARGET_IS_LOGITS)
-            y_total = product(y_total, y_rescale);
-        x_top = x_higher;
-        y_top = y_higher;
-    }
 
     /* The tops as exponents */
     struct Lows {
@@ -194,46 +150,31 @@ struct alignas(8) Survey {
     };
     INLINE Lows lows(const Arguments &a) const { return { product(x_top, binary(a.input_scale)), product(y_top, binary(a.target_scale)) }; }
 
-    /* A later vector is measured against the top of an earlier one until it would grow too large for that. */
-    template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, Lows &low) /* x(k), y(k) */
+    template <int COUNT, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, const Lows &low) /* x(k), y(k) */
     {
         const float x_factor = binary(a.input_scale), y_factor = binary(a.target_scale);
-        float x_part = 0, y_part = 0, parts[MOMENTS + !MOMENTS];
-        const auto measure = [&] {
+        float x_part = 0, y_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
 #pragma unroll
-            for (int k = 0; k < COUNT; k++) {
-                const auto add = [=](float &part, float more) { part = k ? part + more : more; };
-                const float x_power = fmaf(x(k), x_factor, -low.x), y_power = fmaf(y(k), y_factor, -low.y);
-                const float q = power_of_2(x_power), p = power_of_2(y_power);
-                if (INPUT_IS_LOGITS)
-                    add(x_part, q);
-                if (TARGET_IS_LOGITS)
-                    add(y_part, p);
+        for (int k = 0; k < COUNT; k++) {
+            const auto add = [=](float &part, float more) { part = k ? part + more : more; };
+            const float x_power = fmaf(x(k), x_factor, -low.x), y_power = fmaf(y(k), y_factor, -low.y);
+            const float q = power_of_2(x_power), p = power_of_2(y_power);
+            if (INPUT_IS_LOGITS)
+                add(x_part, q);
+            if (TARGET_IS_LOGITS)
+                add(y_part, p);
 #if IS_CROSSED
-                const float ratio = y_power - x_power;
-                if (HAS_CROSS_P)
-                    add(parts[CROSS_P], p * bounded(ratio));
-                if (HAS_SQUARE_Q)
-                    add(parts[SQUARE_Q], q * ratio * ratio);
-                if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; foretold, where either is */
-                    add(parts[CROSS_Q], q * (IS_FORETOLD || ratio == ratio ? ratio : 0));
+            const float ratio = y_power - x_power;
+            if (HAS_CROSS_P)
+                add(parts[CROSS_P], p * bounded(ratio));
+            if (HAS_SQUARE_Q)
+                add(parts[SQUARE_Q], q * ratio * ratio);
+            if (HAS_CROSS_Q) /* where p alone is 0 this is to be no number, however small q; foretold, where either is */
+                add(parts[CROSS_Q], q * (IS_FORETOLD || ratio == ratio ? ratio : 0));
 #endif
 #if HAS_OVERLAP
-                add(parts[OVERLAP], power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power))));
+            add(parts[OVERLAP], power_of_2(fmaf(a.exponent, y_power, (1 - a.exponent) * bounded(x_power))));
 #endif
-            }
-        };
-        measure();
-        if (__builtin_expect(!(x_part < MOST && y_part < MOST), 0)) {
-            float x_higher = x_top, y_higher = y_top;
-#pragma unroll
-            for (int k = 0; k < COUNT; k++) {
-                x_higher = fmaxf(x_higher, x(k));
-                y_higher = fmaxf(y_higher, y(k));
-            }
-            raise(x_higher, y_higher, a);
-            low = lows(a);
-            measure();
         }
         x_total += x_part;
         y_total += y_part;
@@ -241,96 +182,22 @@ struct alignas(8) Survey {
         for (int m = 0; m < MOMENTS; m++)
             moments[m] += parts[m];
     }
-
-    INLINE void merge(Survey other, const Arguments &a)
-    {
-        const float x_higher = fmaxf(x_top, other.x_top), y_higher = fmaxf(y_top, other.y_top);
-        raise(x_higher, y_higher, a);
-        other.raise(x_higher, y_higher, a);
-        x_total += other.x_total;
-        y_total += other.y_total;
-#pragma unroll
-        for (int m = 0; m < MOMENTS; m++)
-            moments[m] += other.moments[m];
-    }
-
-    /* of a part of which nothing has been seen yet */
-    INLINE Survey emptied() const
-    {
-        Survey empty;
-        empty.x_top = x_top;
-        empty.y_top = y_top;
-        return empty;
-    }
-
-    INLINE void merge_warp(const Arguments &a)
-    {
-        const auto higher = [](float a, float b) { return fmaxf(a, b); };
-        const float x_first = of_first_lane(x_top), y_first = of_first_lane(y_top);
-        if (!agreed(x_top == x_first && y_top == y_first)) /* seldom */
-            raise(merged_of_warp(x_top, higher), merged_of_warp(y_top, higher), a);
-        x_total = sum_of_warp(x_total);
-        y_total = sum_of_warp(y_total);
-#pragma unroll
-        for (int m = 0; m < MOMENTS; m++)
-            moments[m] = sum_of_warp(moments[m]);
-    }
 };
 
 /* Largest logits; NaN, if there is one */
 struct alignas(8) Tops {
-    float x = -K_INFINITY, y = -K_INFINITY;
-
-    INLINE Tops emptied() const { return {}; }
-    INLINE void merge(Tops other, const Arguments &)
-    {
-        x = maximum(x, other.x);
-        y = maximum(y, other.y);
-    }
-    INLINE void merge_warp(const Arguments &)
-    {
-        x = merged_of_warp(x, maximum);
-        y = merged_of_warp(y, maximum);
-    }
+    float x, y;
 };
 
 /* Σ of terms and of their partial derivatives; or of other things */
-struct alignas(8) Sums {
+struct Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
     float excess = 0; /* of q's mass over p's: the error of the shift between their norms, to first order */
-
-    INLINE Sums emptied() const { return {}; }
-    INLINE void merge(Sums other, const Arguments &)
-    {
-        term += other.term;
-        d_log_p += other.d_log_p;
-        d_log_q += other.d_log_q;
-        excess += other.excess;
-    }
-    INLINE void merge_warp(const Arguments &)
-    {
-        term = (float)sum_of_warp((double)term);
-        d_log_p = (float)sum_of_warp((double)d_log_p);
-        d_log_q = (float)sum_of_warp((double)d_log_q);
-        excess = (float)sum_of_warp((double)excess);
-    }
 };
 
 /* Σ p · slope_p and Σ q · slope_q */
-struct alignas(8) SlopeSums {
+struct SlopeSums {
     float p = 0, q = 0;
-
-    INLINE SlopeSums emptied() const { return {}; }
-    INLINE void merge(SlopeSums other, const Arguments &)
-    {
-        p += other.p;
-        q += other.q;
-    }
-    INLINE void merge_warp(const Arguments &)
-    {
-        p = sum_of_warp(p);
-        q = sum_of_warp(q);
-    }
 };
 
 /* This block's part of a row: whole vectors, and for the first block of a cluster the ends that no vector covers.
@@ -349,7 +216,7 @@ struct Share {
 
 #if RESIDENT
 /* The slots' parts of x; at TO_Y those of y; then every group's mail; then the barriers: full and empty of each slot, arrivals
-   of each group. */
+   of each group; then likely tops, of each slot. */
 extern __shared__ __align__(128) unsigned char memory[];
 #else
 __shared__ __align__(16) unsigned char memory[GROUPS * MAILBOXES * WARPS * LETTER_BYTES];
@@ -385,7 +252,8 @@ struct Ring {
     INLINE unsigned long long *barrier(int i) const { return (unsigned long long *)((unsigned char *)memory + barriers) + i; }
     INLINE unsigned long long *full() const { return barrier(at); }
     INLINE unsigned long long *empty() const { return barrier(count + at); }
-    INLINE unsigned long long *arrived(int mailbox) const { return barrier(2 * count + mailbox); }
+    INLINE unsigned long long *arrived(unsigned mailbox) const { return barrier(2 * count + mailbox); }
+    INLINE Tops *tops() const { return (Tops *)barrier(2 * count + GROUPS * MAILBOXES + at); } /* of the row that begins here */
 };
 #else
 struct Ring { /* of one row, in registers */
@@ -415,46 +283,107 @@ INLINE void synchronize_group(const Team &team)
     asm volatile("bar.sync %0, %1;" :: "r"(team.group + 1), "n"(LANES) : "memory");
 }
 
-/* Every warp gives a T, and every thread gets all of them, merged in the same order. Two mailboxes are enough: who
-   writes to one for the second time has got the others' letters of the exchange between, and they had read it by then. */
-template <typename T> INLINE T exchanged(const Arguments &a, const Ring &ring, Team &team, T mine)
+struct Add {
+    static INLINE float nothing() { return 0; }
+    template <typename T> INLINE T operator()(T a, T b) const { return a + b; }
+};
+struct Highest {
+    static INLINE float nothing() { return -K_INFINITY; }
+    INLINE float operator()(float a, float b) const { return maximum(a, b); }
+};
+
+/* Every thread gives values, and gets each merged over the row's threads, in the same order. Lanes share the work: of the
+   values each keeps one, after as many halvings. Two mailboxes are enough: who writes to one for the second time has got the
+   others' letters of the exchange between, and they had read it by then. WIDE: what is merged in; letters are floats. */
+template <typename WIDE, int COUNT, typename F>
+INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&values)[COUNT], F merge)
 {
-    mine.merge_warp(a);
-#if LANES == 32
-    return mine;
-#else
-    static_assert(sizeof(T) <= LETTER_BYTES && sizeof(T) % sizeof(float2) == 0);
-    const int size = (int)team.size, place = found_here(team.lane), lane = place % 32, warp = place / 32;
-    const int exchanges = found_here((int)team.exchanges), mailbox = exchanges % MAILBOXES;
-    T *letters = (T *)((unsigned char *)memory + a.mail + (team.group * MAILBOXES + mailbox) * size * WARPS * LETTER_BYTES);
+    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
+    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= LETTER_BYTES);
+    const unsigned place = (unsigned)found_here(team.lane), lane = place % 32;
+    WIDE parts[KEPT];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        parts[k] = values[min(k, COUNT - 1)];
+#pragma unroll
+    for (int step = 16, count = KEPT / 2; step; step /= 2, count /= 2) {
+        const bool is_upper = lane & step;
+#pragma unroll
+        for (int k = 0; k < count; k++)
+            parts[k] = merge(is_upper ? parts[k + count] : parts[k], shuffled(is_upper ? parts[k] : parts[k + count], step));
+        if (count == 0)
+            parts[0] = merge(parts[0], shuffled(parts[0], step));
+    }
+    WIDE mine = parts[0];
+#if LANES > 32
+    const unsigned size = team.size, warp = place / 32, letters = size * WARPS;
+    const unsigned exchanges = (unsigned)found_here((int)team.exchanges), mailbox = (unsigned)team.group * MAILBOXES + exchanges % MAILBOXES;
+    float *mail = (float *)((unsigned char *)memory + a.mail + mailbox * letters * LETTER_BYTES);
+    mail += min(lane / EACH, COUNT - 1u) * letters; /* of this lane's value */
+    const bool is_sent = lane / EACH < COUNT;
 #if RESIDENT
     if (size > 1) {
-        unsigned long long *arrived = ring.arrived(team.group * MAILBOXES + mailbox);
+        unsigned long long *arrived = ring.arrived(mailbox);
         if (place == 0)
-            expect(arrived, (unsigned)(size * WARPS * sizeof(T)));
-        if (lane < size)
-#pragma unroll
-            for (int i = 0; i < (int)(sizeof(T) / sizeof(float2)); i++)
-                send((float2 *)(letters + own_rank() * WARPS + warp) + i, arrived, ((const float2 *)&mine)[i],
-                     (unsigned)lane);
+            expect(arrived, letters * COUNT * (unsigned)sizeof(float));
+        if (is_sent && lane % EACH < size)
+            send(mail + own_rank() * WARPS + warp, arrived, (float)mine, lane % EACH);
         await_cluster(arrived, exchanges / MAILBOXES % 2);
     } else
 #endif
     {
-        if (lane == 0)
-            letters[warp] = mine;
+        if (is_sent && lane % EACH == 0)
+            mail[warp] = (float)mine;
         synchronize_group(team);
     }
     team.exchanges++;
-    T result = mine.emptied();
-    if (lane < size * WARPS)
-        result = letters[lane];
+    mine = merge.nothing();
 #pragma unroll 1
-    for (int e = lane + 32; e < size * WARPS; e += 32)
-        result.merge(letters[e], a);
-    result.merge_warp(a);
-    return result;
+    for (unsigned e = lane % EACH; e < letters; e += EACH)
+        mine = merge(mine, (WIDE)mail[e]);
+#pragma unroll
+    for (int step = EACH / 2; step; step /= 2)
+        mine = merge(mine, shuffled(mine, step));
 #endif
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        values[k] = __shfl_sync(0xffffffffu, (float)mine, k * EACH);
+}
+
+INLINE Sums exchanged(const Arguments &a, const Ring &ring, Team &team, Sums sums)
+{
+    float values[] = { sums.term, sums.d_log_p, sums.d_log_q, sums.excess };
+    exchange<double>(a, ring, team, values, Add());
+    return { values[0], values[1], values[2], values[3] };
+}
+
+INLINE SlopeSums exchanged(const Arguments &a, const Ring &ring, Team &team, SlopeSums sums)
+{
+    float values[] = { sums.p, sums.q };
+    exchange<float>(a, ring, team, values, Add());
+    return { values[0], values[1] };
+}
+
+INLINE Tops exchanged(const Arguments &a, const Ring &ring, Team &team, Tops tops)
+{
+    float values[] = { tops.x, tops.y };
+    exchange<float>(a, ring, team, values, Highest());
+    return { values[0], values[1] };
+}
+
+INLINE Survey exchanged(const Arguments &a, const Ring &ring, Team &team, Survey survey)
+{
+    float values[2 + MOMENTS] = { survey.x_total, survey.y_total };
+#pragma unroll
+    for (int m = 0; m < MOMENTS; m++)
+        values[2 + m] = survey.moments[m];
+    exchange<float>(a, ring, team, values, Add());
+    survey.x_total = values[0];
+    survey.y_total = values[1];
+#pragma unroll
+    for (int m = 0; m < MOMENTS; m++)
+        survey.moments[m] = values[2 + m];
+    return survey;
 }
 
 /* In whole words: element by element lanes would meet at the same banks. */
@@ -478,6 +407,14 @@ template <typename F> INLINE void each_piece(const Share &share, Ring ring, F f)
         f(ring, start, min(ring.vectors, share.vectors - start));
         ring.advance(1);
     }
+}
+
+/* Barriers count turns of the ring modulo 2, and this group may be a turn ahead of another: first the turn before has to be
+   over. */
+INLINE void await_piece(const Ring &slot)
+{
+    await(slot.empty(), slot.parity ^ 1);
+    await(slot.full(), slot.parity);
 }
 
 INLINE void release(const Ring &ring, const Team &team)
@@ -511,6 +448,20 @@ INLINE int beside(int place)
 }
 #endif
 
+#if !RESIDENT
+/* The vectors of the row that a thread keeps */
+INLINE void hold(const Share &share, Ring &ring, const Team &team)
+{
+#pragma unroll
+    for (int i = 0; i < HELD; i++)
+        if (team.lane + i * LANES < share.vectors) {
+            const int first = share.head + (team.lane + i * LANES) * WIDTH;
+            ring.x[i] = load(share.x() + first);
+            ring.y[i] = load(share.y() + first);
+        }
+}
+#endif
+
 /* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the place of its x on chip) for this thread's vectors.
    FIRST: they may still be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for
    each vector held. */
@@ -518,12 +469,8 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 {
 #if RESIDENT
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
-        if (FIRST) {
-            /* Barriers count turns of the ring modulo 2, and this group may be a turn ahead of another: first the
-               turn before has to be over. */
-            await(slot.empty(), slot.parity ^ 1);
-            await(slot.full(), slot.parity);
-        }
+        if (FIRST)
+            await_piece(slot);
         const long long elsewhere = (share.first + start) * (long long)X_BYTES - first_place(slot); /* than `place`, in the row */
 #pragma unroll 1
         for (int place = first_place(slot) + team.lane * X_BYTES; place < last_place(slot, count); place += LANES * X_BYTES)
@@ -534,13 +481,6 @@ template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector
 #else
     const X *x = share.x() + share.head;
     const Y *y = share.y() + share.head;
-    if (HELD && FIRST)
-#pragma unroll
-        for (int i = 0; i < HELD; i++)
-            if (team.lane + i * LANES < share.vectors) {
-                ring.x[i] = load(x + (team.lane + i * LANES) * WIDTH);
-                ring.y[i] = load(y + (team.lane + i * LANES) * WIDTH);
-            }
     if (HELD && SHORT) {
 #pragma unroll
         for (int i = 0; i < HELD; i++)
@@ -631,33 +571,110 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
 }
 
 INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, tame_ratio_or_zero(USUAL_RANGE, found_here(scale))); }
-INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < 1e30f; }
+INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < MOST; }
+INLINE bool is_top(float top) { return top > NO_TOP && top < K_INFINITY; }
 
-/* The whole row's survey: of finite logits, -inf among them, in one sweep. Of rows that hold +inf, NaN, or nothing
-   above NO_TOP, in two: then totals are of exp((x - top)·scale), terms are not summed, and the result is false. */
-INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &team, Survey &survey)
+/* The whole row's survey, against these tops; FIRST: logits may still be on their way. */
+template <bool FIRST> INLINE Survey surveyed(const Arguments &a, const Share &share, Ring &ring, Team &team, Tops tops)
 {
-    survey = {};
-    /* All threads measure against the row's first logits, and what the largest are likely to be above them, till that
-       proves too low: so tops need no merging. Exponents are larger then, and their roundings too: not for float32. */
-    if (IS_NARROW) {
-        survey.x_top = fmaxf(survey.x_top, input_of(a, to_real(share.x()[0])) + usual_range(a.input_scale));
-        survey.y_top = fmaxf(survey.y_top, target_of(a, to_real(share.y()[0])) + usual_range(a.target_scale));
-    }
-    Survey::Lows low = survey.lows(a);
-    each_vector<true, false, true>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+    Survey survey;
+    survey.x_top = tops.x;
+    survey.y_top = tops.y;
+    const Survey::Lows low = survey.lows(a);
+    each_vector<FIRST, false, FIRST>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
         survey.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
     });
     each_end(share, team, [&](int i) {
         const float x = input_of(a, to_real(share.x()[i])), y = target_of(a, to_real(share.y()[i]));
         survey.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
-    survey = exchanged(a, ring, team, survey);
-    if (agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total))))
+    return exchanged(a, ring, team, survey);
+}
+
+/* What the row's tops may be: the largest of a sample, and so much that most rows have nothing far above */
+struct Likely {
+    Tops tops = { NO_TOP, NO_TOP };
+
+    INLINE void see(const Arguments &a, X x, Y y)
+    {
+        tops = { fmaxf(tops.x, input_of(a, to_real(x))), fmaxf(tops.y, target_of(a, to_real(y))) };
+    }
+    INLINE Tops raised(const Arguments &a) const
+    {
+        if (!IS_NARROW) /* exponents are larger then, and their roundings too */
+            return tops;
+        return { tops.x + usual_range(a.input_scale), tops.y + usual_range(a.target_scale) };
+    }
+};
+
+/* `part` of so many in the row, no two at one place of a mask that repeats itself */
+INLINE unsigned sample_place(const Arguments &a, unsigned part, unsigned parts) { return min((a.vocab / parts + 1) * part, a.vocab - 1); }
+
+#if RESIDENT
+/* One logit for each lane of a warp */
+struct Sample {
+    X x;
+    Y y;
+
+    INLINE void take(const Arguments &a, unsigned row)
+    {
+        const unsigned place = sample_place(a, threadIdx.x % 32, 32);
+        x = (a.x + row * a.x_stride)[place];
+        y = (a.y + row * a.y_stride)[place];
+    }
+    INLINE Tops likely_tops(const Arguments &a) const
+    {
+        Likely likely;
+        likely.see(a, x, y);
+#pragma unroll
+        for (int step = 16; step; step /= 2)
+            likely.tops = { fmaxf(likely.tops.x, shuffled(likely.tops.x, step)), fmaxf(likely.tops.y, shuffled(likely.tops.y, step)) };
+        return likely.raised(a);
+    }
+};
+#else
+/* By four that every thread reads: nothing waits for another lane's. */
+INLINE Tops likely_tops(const Arguments &a, const Share &share)
+{
+    Likely likely;
+#pragma unroll
+    for (unsigned i = 0; i < 4; i++)
+        likely.see(a, share.x()[sample_place(a, i, 4)], share.y()[sample_place(a, i, 4)]);
+    return likely.raised(a);
+}
+#endif
+
+/* The whole row's survey: of finite logits, -inf among them, in one sweep, or three where the likely tops are far from what
+   they are. Of rows that hold +inf, NaN, or nothing above NO_TOP, totals are of exp((x - top)·scale), terms are not summed,
+   and the result is false. */
+INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &team, Survey &survey)
+{
+    const auto is_surveyed = [&] {
+        return agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total)));
+    };
+#if RESIDENT
+    await_piece(ring);
+    survey = surveyed<true>(a, share, ring, team, *ring.tops());
+#else
+    hold(share, ring, team);
+    survey = surveyed<true>(a, share, ring, team, likely_tops(a, share));
+#endif
+    if (is_surveyed())
         return true;
-    Tops tops;
-    each_element<false>(share, ring, team, [&](float x, float y, int) { tops.merge({ input_of(a, x), target_of(a, y) }, a); });
+    Tops tops = { -K_INFINITY, -K_INFINITY };
+    const auto see = [&](float x, float y) { tops = { maximum(tops.x, input_of(a, x)), maximum(tops.y, target_of(a, y)) }; };
+    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            see(at(x, k), at(y, k));
+    });
+    each_end(share, team, [&](int i) { see(to_real(share.x()[i]), to_real(share.y()[i])); });
     tops = exchanged(a, ring, team, tops);
+    if (agreed((!INPUT_IS_LOGITS || is_top(tops.x)) && (!TARGET_IS_LOGITS || is_top(tops.y)))) {
+        survey = surveyed<false>(a, share, ring, team, tops);
+        if (is_surveyed())
+            return true;
+    }
     double x_total = 0, y_total = 0;
     each_element<false>(share, ring, team, [&](float x, float y, int) {
         x_total += (double)k_exp((input_of(a, x) - tops.x) * a.input_scale);
@@ -1027,6 +1044,9 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
     return { mean, fmaxf(variance, 0) };
 }
 
+/* 2^slope in 12 bits: its product with a weight of 1/2 is exact, and the same is found of its logarithm. */
+INLINE float lift_of(float slope) { return __uint_as_float((__float_as_uint(power_of_2(slope)) + 0x800) & 0xfffff000); }
+
 /* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. It is never less
    than 0: of jensen_shannon it is the divergence of the mixture from q, of skew_kl (1 - Σ p·q/m) / (1 - a), and p·q/m is at
    most (1-a)·p + a·q. */
@@ -1035,9 +1055,10 @@ INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, P
     const float deviation = apart_sqrt(3 * ratios.variance), mean = ratios.mean;
     const float inverse = tame_ratio_or_zero(1, binary(a.input_scale)); /* scales are equal */
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
-        return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters).slope_q;
+        return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters, 1).slope_q;
     };
-    return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), 0);
+    const float expected = fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), 0);
+    return SLOPE_IS_LOG ? log2f(lift_of(expected)) : expected;
 }
 
 /* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
@@ -1048,14 +1069,15 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
 {
     SlopeSums by_slope;
     const Row row = row_of<APART>(a, survey, {}, usual, 0);
-    /* From a product what is expected is taken in the same instruction, and sums are of what is left. From a logarithm it is
-       not, and not in sums: exchanging p and q is to exchange them, to the bit. */
-    const float less = SLOPE_IS_LOG ? 0 : expected, lean = apart_affinity(row, parameters).lean;
+    /* What is expected is taken off where that is free: from a product in the same instruction, from logarithms by what they are
+       of. Sums are of what is left. */
+    const float lift = SLOPE_IS_LOG && KEEPS_SLOPES ? lift_of(expected) : 1, lean = apart_affinity(row, parameters).lean;
     const auto add = [&](float x, float y) {
-        Parts parts = FINITE ? apart_parts(x, y, row, parameters)
+        Parts parts = FINITE ? apart_parts(x, y, row, parameters, lift)
                              : apart_parts(bounded_logit(x, row.input_top, a.input_scale),
-                                           bounded_logit(y, row.target_top, a.target_scale), row, parameters);
-        parts.slope_q -= less;
+                                           bounded_logit(y, row.target_top, a.target_scale), row, parameters, lift);
+        if (!SLOPE_IS_LOG)
+            parts.slope_q -= expected;
         by_slope.p += parts.p * (HAS_LEAN ? fmaf(lean, parts.slope_q, parts.slope_p) : parts.slope_p);
         by_slope.q += parts.q * parts.slope_q;
         return parts;
@@ -1067,7 +1089,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
             const float q = input_of(a, at(x, k));
             const Parts parts = add(q, target_of(a, at(y, k)));
             masses[k] = INPUT_IS_CAPPED ? parts.q * cap_slope(q, a.input_cap) : parts.q;
-            slopes[k] = parts.slope_q - (expected - less);
+            slopes[k] = parts.slope_q;
         }
 #if KEEPS_SLOPES
         keep(place, masses, slopes);
@@ -1082,8 +1104,8 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
     }
     const Affinity common = apart_affinity(row, found_here(parameters));
     Sums sums;
-    sums.d_log_p = common.factor_p * (by_slope.p + (HAS_LEAN ? common.lean * less : 0)) + common.offset_p;
-    sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
+    sums.d_log_p = common.factor_p * (by_slope.p + (SLOPE_IS_LOG ? expected : common.lean * expected)) + common.offset_p;
+    sums.d_log_q = common.factor_q * (by_slope.q + expected) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     return sums;
 }
@@ -1473,27 +1495,40 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
     synchronize_cluster();
     if (group == GROUPS) { /* the warp that fetches */
+        Sample next = {};
+        const auto look_ahead = [&](unsigned r) { /* long before it is wanted */
+            if (r < a.rows && weight_of(a, r) != 0)
+                next.take(a, r);
+        };
+        look_ahead(first_row(group));
         each_row(a, first_row(group), 1, [&](unsigned r, bool is_read) {
-            if (is_read && threadIdx.x % 32 == 0) {
-                const Share share = share_of(a, r, own_rank());
-                const X *x = share.x() + share.head + share.first * WIDTH;
-                const Y *y = share.y() + share.head + share.first * WIDTH;
-                /* While the row's slots are not empty yet; of rows that are read once that is too soon. */
-                if ((WANT_GRADIENT || !IS_SURVEYED) && share.vectors > 0) {
-                    foresee(x, (unsigned)share.vectors * (unsigned)sizeof(Packed<X>));
-                    foresee(y, (unsigned)share.vectors * (unsigned)sizeof(Packed<Y>));
-                }
+            const Sample sample = next;
+            look_ahead(r + row_step());
+            if (!is_read)
+                return;
+            const Share share = share_of(a, r, own_rank());
+            const X *x = share.x() + share.head + share.first * WIDTH;
+            const Y *y = share.y() + share.head + share.first * WIDTH;
+            const bool is_first = threadIdx.x % 32 == 0;
+            /* While the row's slots are not empty yet; of rows that are read once that is too soon. */
+            if ((WANT_GRADIENT || !IS_SURVEYED) && is_first && share.vectors > 0) {
+                foresee(x, (unsigned)share.vectors * (unsigned)sizeof(Packed<X>));
+                foresee(y, (unsigned)share.vectors * (unsigned)sizeof(Packed<Y>));
+            }
+            const Tops tops = sample.likely_tops(a);
+            if (is_first)
                 each_piece(share, ring, [&](const Ring &slot, int start, int count) {
                     await(slot.empty(), slot.parity ^ 1);
+                    if (start == 0)
+                        *slot.tops() = tops;
                     expect(slot.full(), (unsigned)max(count, 0) * (unsigned)(sizeof(Packed<X>) + sizeof(Packed<Y>)));
                     if (count > 0) {
                         copy((void *)slot.x(), x + start * WIDTH, (unsigned)count * (unsigned)sizeof(Packed<X>), slot.full());
                         copy((void *)slot.y(), y + start * WIDTH, (unsigned)count * (unsigned)sizeof(Packed<Y>), slot.full());
                     }
                 });
-                ring.advance(ring.pieces);
-            }
             __syncwarp();
+            ring.advance(ring.pieces);
         });
     } else {
         /* Where all rows are read, a group goes straight to its own; else it has to count those before. */

@@ -112,9 +112,9 @@ class Layout:
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
-BARRIER_BYTES = 8
-MOST_SLOTS = 20  # that have barriers
-MAILBOXES, LETTER_BYTES = 2, 24
+BARRIER_BYTES, TOPS_BYTES = 8, 8
+MOST_SLOTS = 20  # that have barriers, and likely tops
+MAILBOXES, LETTER_BYTES = 2, 16
 SLOT_BYTES = 13 << 10  # of a slot, at least, where a row has as many
 MAX_CLUSTER = 8  # the largest that every device admits
 
@@ -152,7 +152,7 @@ def logits(
         share = math.ceil(vectors / cluster)
         for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
             mail_bytes = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
-            barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES
+            barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES + MOST_SLOTS * TOPS_BYTES
             # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
             room = (SHARED - STATIC_BYTES - mail_bytes - barriers_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
             slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, room)
