@@ -10,6 +10,7 @@ _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lam
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _is_traced = getattr(torch._C, "_is_tracing", lambda: True)
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+_forward_ad = torch.autograd.forward_ad
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -18,7 +19,7 @@ def is_observed(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or _is_traced() or _functorch_is_active() or _dispatch_modes():
         return True
     # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
-    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+    if getattr(_forward_ad, "_current_level", -1) >= 0:
         return True
     for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
         if type(tensor) not in PLAIN or _is_batched(tensor):

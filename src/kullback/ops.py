@@ -52,9 +52,7 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
-def row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
-    if tensor is None:
-        return None
+def row_vector(tensor: Tensor, rows: int) -> Tensor:
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 
@@ -85,7 +83,8 @@ class Slab(NamedTuple):
         d_x = None if self.d_input is None else problem.valid(as_rows(self.d_input))
         d_y = None if self.d_target is None else problem.valid(as_rows(self.d_target))
         x, y = problem.valid(as_rows(self.input)), problem.valid(as_rows(self.target))
-        return x, y, row_vector(self.coefficient, x.size(0)), (d_x, d_y)
+        coefficient = None if self.coefficient is None else row_vector(self.coefficient, x.size(0))
+        return x, y, coefficient, (d_x, d_y)
 
 
 def _is_rows(tensor: Tensor) -> bool:

@@ -43,9 +43,9 @@ class Variant:
 
 def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
     """Why this path cannot take the problem, or None."""
-    if x.device.type != "cuda":
+    if not x.is_cuda:
         return f"tensors are on {x.device.type}"
-    return unavailable(x.device.index) or (logits.why_not(x, y) if problem.needs_norms else None)
+    return unavailable(x.get_device()) or (logits.why_not(x, y) if problem.needs_norms else None)
 
 
 @functools.cache

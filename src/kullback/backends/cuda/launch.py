@@ -137,10 +137,11 @@ def workspace(index: int, blocks: int) -> tuple[int, int]:
 
     A graph being captured gets its own, since it may be replayed on any stream.
     """
-    if torch.cuda.is_current_stream_capturing():
+    handle = raw_stream(index)
+    if handle and torch.cuda.is_current_stream_capturing():  # the default stream cannot be
         fresh = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
         return fresh.data_ptr(), fresh.data_ptr() + 8 * blocks
-    key = (index, raw_stream(index))
+    key = (index, handle)
     kept = _workspaces.get(key)
     if kept is None or kept.numel() <= blocks:
         kept = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
