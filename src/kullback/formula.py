@@ -400,7 +400,9 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "logit_root": _logit_root,
     "logit_overlap": _logit_overlap,
     "logit_log_part": lambda x, top, scale, inverse_total, mixture, share: share,
-    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: share / math.log(2),
+    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: (
+        ((x - top) * scale + torch.log(inverse_total / mixture)) / math.log(2)
+    ),
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "mixture": lambda a, p, b, q: a * p + b * q,

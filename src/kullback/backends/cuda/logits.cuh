@@ -59,9 +59,13 @@ enum { MOMENTS = SQUARE_Q + HAS_SQUARE_Q };
 #define MOST_VARIED 16.0f
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS -1e4f
-/* Of a row's largest logit above its first, in nats; and of a total: what is smaller has lost masses that underflowed */
-#define USUAL_RANGE 12.0f
+/* Whether tops are found and not guessed: short rows of float32, of which that is seen */
+#define IS_EXACT (!IS_NARROW && LANES == 32)
+/* In nats, of a row's largest logit above a sample's; and totals that are taken: those of smaller ones have lost masses that
+   underflowed, those of larger have exponents that are rounded by too much */
+#define USUAL_RANGE (IS_NARROW ? 12.0f : 8.0f)
 #define LEAST_TOTAL 1e-20f
+#define MOST_TOTAL (IS_NARROW ? MOST : 65536.0f)
 /* No logit, but all that are masked by the least float lie below it */
 #define NO_TOP -1e30f
 
@@ -74,6 +78,7 @@ INLINE float maximum(float a, float b) /* NaN stays */
 
 INLINE float shuffled(float x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 INLINE double shuffled(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
+INLINE float from_lane(float x, unsigned lane) { return __shfl_sync(0xffffffffu, x, (int)lane); }
 
 /* What is the same in all threads of a warp, said so that the compiler knows */
 INLINE bool agreed(bool condition) { return __all_sync(0xffffffffu, condition); }
@@ -347,7 +352,7 @@ INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&v
 #endif
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
-        values[k] = __shfl_sync(0xffffffffu, (float)mine, k * EACH);
+        values[k] = from_lane((float)mine, k * EACH);
 }
 
 INLINE Sums exchanged(const Arguments &a, const Ring &ring, Team &team, Sums sums)
@@ -571,7 +576,7 @@ template <bool LAST, typename F> INLINE void each_element(const Share &share, co
 }
 
 INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, tame_ratio_or_zero(USUAL_RANGE, found_here(scale))); }
-INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < MOST; }
+INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < MOST_TOTAL; }
 INLINE bool is_top(float top) { return top > NO_TOP && top < K_INFINITY; }
 
 /* The whole row's survey, against these tops; FIRST: logits may still be on their way. */
@@ -591,7 +596,7 @@ template <bool FIRST> INLINE Survey surveyed(const Arguments &a, const Share &sh
     return exchanged(a, ring, team, survey);
 }
 
-/* What the row's tops may be: the largest of a sample, and so much that most rows have nothing far above */
+/* What the row's tops may be: the largest of a sample, and so much that most rows have little above. */
 struct Likely {
     Tops tops = { NO_TOP, NO_TOP };
 
@@ -599,26 +604,21 @@ struct Likely {
     {
         tops = { fmaxf(tops.x, input_of(a, to_real(x))), fmaxf(tops.y, target_of(a, to_real(y))) };
     }
-    INLINE Tops raised(const Arguments &a) const
-    {
-        if (!IS_NARROW) /* exponents are larger then, and their roundings too */
-            return tops;
-        return { tops.x + usual_range(a.input_scale), tops.y + usual_range(a.target_scale) };
-    }
+    INLINE Tops raised(const Arguments &a) const { return { tops.x + usual_range(a.input_scale), tops.y + usual_range(a.target_scale) }; }
 };
 
 /* `part` of so many in the row, no two at one place of a mask that repeats itself */
 INLINE unsigned sample_place(const Arguments &a, unsigned part, unsigned parts) { return min((a.vocab / parts + 1) * part, a.vocab - 1); }
 
-#if RESIDENT
-/* One logit for each lane of a warp */
+/* Of some rows at once, each eight lanes' */
 struct Sample {
+    enum { PARTS = 8, ROWS = 32 / PARTS };
     X x;
     Y y;
 
     INLINE void take(const Arguments &a, unsigned row)
     {
-        const unsigned place = sample_place(a, threadIdx.x % 32, 32);
+        const unsigned place = sample_place(a, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[place];
         y = (a.y + row * a.y_stride)[place];
     }
@@ -627,13 +627,13 @@ struct Sample {
         Likely likely;
         likely.see(a, x, y);
 #pragma unroll
-        for (int step = 16; step; step /= 2)
+        for (int step = PARTS / 2; step; step /= 2)
             likely.tops = { fmaxf(likely.tops.x, shuffled(likely.tops.x, step)), fmaxf(likely.tops.y, shuffled(likely.tops.y, step)) };
         return likely.raised(a);
     }
 };
-#else
-/* By four that every thread reads: nothing waits for another lane's. */
+
+/* Of one row: by what all its threads read, for then none waits for another lane */
 INLINE Tops likely_tops(const Arguments &a, const Share &share)
 {
     Likely likely;
@@ -642,7 +642,19 @@ INLINE Tops likely_tops(const Arguments &a, const Share &share)
         likely.see(a, share.x()[sample_place(a, i, 4)], share.y()[sample_place(a, i, 4)]);
     return likely.raised(a);
 }
-#endif
+
+INLINE Tops found_tops(const Arguments &a, const Share &share, Ring &ring, Team &team)
+{
+    Tops tops = { -K_INFINITY, -K_INFINITY };
+    const auto see = [&](float x, float y) { tops = { maximum(tops.x, input_of(a, x)), maximum(tops.y, target_of(a, y)) }; };
+    each_vector<false, false, IS_EXACT>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            see(at(x, k), at(y, k));
+    });
+    each_end(share, team, [&](int i) { see(to_real(share.x()[i]), to_real(share.y()[i])); });
+    return exchanged(a, ring, team, tops);
+}
 
 /* The whole row's survey: of finite logits, -inf among them, in one sweep, or three where the likely tops are far from what
    they are. Of rows that hold +inf, NaN, or nothing above NO_TOP, totals are of exp((x - top)·scale), terms are not summed,
@@ -654,22 +666,15 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
     };
 #if RESIDENT
     await_piece(ring);
-    survey = surveyed<true>(a, share, ring, team, *ring.tops());
+    Tops tops = *ring.tops();
 #else
     hold(share, ring, team);
-    survey = surveyed<true>(a, share, ring, team, likely_tops(a, share));
+    Tops tops = IS_EXACT ? found_tops(a, share, ring, team) : likely_tops(a, share);
 #endif
+    survey = surveyed<true>(a, share, ring, team, tops);
     if (is_surveyed())
         return true;
-    Tops tops = { -K_INFINITY, -K_INFINITY };
-    const auto see = [&](float x, float y) { tops = { maximum(tops.x, input_of(a, x)), maximum(tops.y, target_of(a, y)) }; };
-    each_vector<false, false, false>(share, ring, team, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            see(at(x, k), at(y, k));
-    });
-    each_end(share, team, [&](int i) { see(to_real(share.x()[i]), to_real(share.y()[i])); });
-    tops = exchanged(a, ring, team, tops);
+    tops = found_tops(a, share, ring, team);
     if (agreed((!INPUT_IS_LOGITS || is_top(tops.x)) && (!TARGET_IS_LOGITS || is_top(tops.y)))) {
         survey = surveyed<false>(a, share, ring, team, tops);
         if (is_surveyed())
@@ -1495,32 +1500,40 @@ kullback_logits(const X *x, const Y *y, X *input_gradient, Y *target_gradient, c
             initialize(ring.barrier(i), i / a.slots == 1 ? WARPS : 1);
     synchronize_cluster();
     if (group == GROUPS) { /* the warp that fetches */
+        /* Of so many rows likely tops are found at once, from logits that were asked for as many rows before: memory that is
+           busy takes longer to answer than a row does. */
         Sample next = {};
-        const auto look_ahead = [&](unsigned r) { /* long before it is wanted */
+        Tops tops = {};
+        const unsigned lane = threadIdx.x % 32;
+        const auto take_next = [&](unsigned first) {
+            const unsigned r = first + lane / Sample::PARTS * row_step();
             if (r < a.rows && weight_of(a, r) != 0)
                 next.take(a, r);
         };
-        look_ahead(first_row(group));
+        take_next(first_row(group));
         each_row(a, first_row(group), 1, [&](unsigned r, bool is_read) {
-            const Sample sample = next;
-            look_ahead(r + row_step());
+            const unsigned turn = team.turn++ % Sample::ROWS;
+            if (turn == 0) {
+                tops = next.likely_tops(a);
+                take_next(r + Sample::ROWS * row_step());
+            }
             if (!is_read)
                 return;
             const Share share = share_of(a, r, own_rank());
             const X *x = share.x() + share.head + share.first * WIDTH;
             const Y *y = share.y() + share.head + share.first * WIDTH;
-            const bool is_first = threadIdx.x % 32 == 0;
+            const bool is_first = lane == 0;
             /* While the row's slots are not empty yet; of rows that are read once that is too soon. */
             if ((WANT_GRADIENT || !IS_SURVEYED) && is_first && share.vectors > 0) {
                 foresee(x, (unsigned)share.vectors * (unsigned)sizeof(Packed<X>));
                 foresee(y, (unsigned)share.vectors * (unsigned)sizeof(Packed<Y>));
             }
-            const Tops tops = sample.likely_tops(a);
+            const Tops own = { from_lane(tops.x, turn * Sample::PARTS), from_lane(tops.y, turn * Sample::PARTS) };
             if (is_first)
                 each_piece(share, ring, [&](const Ring &slot, int start, int count) {
                     await(slot.empty(), slot.parity ^ 1);
                     if (start == 0)
-                        *slot.tops() = tops;
+                        *slot.tops() = own;
                     expect(slot.full(), (unsigned)max(count, 0) * (unsigned)(sizeof(Packed<X>) + sizeof(Packed<Y>)));
                     if (count > 0) {
                         copy((void *)slot.x(), x + start * WIDTH, (unsigned)count * (unsigned)sizeof(Packed<X>), slot.full());
