@@ -117,12 +117,15 @@ def _total(
     """The sum and its wanted gradients; `inplace`: the input's in the place of its logits."""
     d_input, d_target = _output(input, problem, want[0], inplace), _output(target, problem, want[1])
     slabs = Slab(input, target, coefficient, d_input, d_target).split()
-    sum_dtype = dtype if len(slabs) == 1 else accumulator(input)
-    losses = []
-    for slab in slabs:
+
+    def total(slab: Slab, dtype: torch.dtype) -> Any:
         x, y, weight, gradients = slab.rows(problem)
-        losses.append(backends.call("total", problem, x, y, weight, scale, sum_dtype, gradients))
-    return losses[0] if len(losses) == 1 else torch.stack(losses).sum().to(dtype), d_input, d_target
+        return backends.call("total", problem, x, y, weight, scale, dtype, gradients)
+
+    if len(slabs) == 1:
+        return total(slabs[0], dtype), d_input, d_target
+    losses = [total(slab, accumulator(input)) for slab in slabs]
+    return torch.stack(losses).sum().to(dtype), d_input, d_target
 
 
 def _value(

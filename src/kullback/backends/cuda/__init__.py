@@ -190,19 +190,23 @@ def _run(
         logits.run(problem, x, y, weight, scale, gradients, known_state, state, losses, total)
         return
     formula = problem.formula
+    d_x, d_y = gradients
     uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows
     flat = (
         uniform
         and formula.finish_is_linear
         and (losses is None if total is None else weight is None and formula.finish_is_identity)
-        and all(tensor is None or tensor.is_contiguous() for tensor in (x, y, *gradients))
+        and x.is_contiguous()
+        and y.is_contiguous()
+        and (d_x is None or d_x.is_contiguous())
+        and (d_y is None or d_y.is_contiguous())
     )
     if weight is not None:
         weight = weight[:1] if flat else weight.contiguous()
-    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, *gradients)]
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, d_x, d_y)]
     if flat:
         rows, vocab = 1, rows * vocab
-    index = x.device.index
+    index = x.get_device()
     output = total if losses is None else losses
     launcher, shape = _launcher(
         index,
@@ -216,7 +220,7 @@ def _run(
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
         output is not None,
-        (gradients[0] is not None, gradients[1] is not None),
+        (d_x is not None, d_y is not None),
     )
     if flat:
         blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
@@ -229,7 +233,7 @@ def _run(
         blocks,
         x.data_ptr(),
         y.data_ptr(),
-        *[0 if t is None else t.data_ptr() for t in (*gradients, weight, losses, total)],
+        *[0 if t is None else t.data_ptr() for t in (d_x, d_y, weight, losses, total)],
         partial,
         ticket,
         rows,
