@@ -218,7 +218,7 @@ class Affine(NamedTuple):
 
 
 def affine(x: Value) -> Affine:
-    """What x is in a row that is apart; of a logarithm the rest is less by that of the variable `lift`."""
+    """What x is in a row that is apart."""
     if isinstance(x, Symbol):
         match x.op, x.args:
             case "mul", (a, b) if _is_common(a) or _is_common(b):
@@ -230,11 +230,8 @@ def affine(x: Value) -> Affine:
                 return Affine(-factor, -offset, rest)
             case "near", (_, _, _, apart):
                 return affine(apart)
-            case "logit_log_part", (*mass, whole, share):
-                a, p, b, q = whole.args
-                lift = variable("lift")
-                lifted = mixture(lift * a, p, lift * b, q)
-                return Affine(math.log(2), 0.0, _node("logit_log2_part", *mass, lifted, share))
+            case "logit_log_part", arguments:
+                return Affine(math.log(2), 0.0, _node("logit_log2_part", *arguments))
             case "half_sign", (a,):
                 return Affine(1.0, -0.5, _node("step", a))
     return Affine(1.0, 0.0, x)
@@ -400,9 +397,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "logit_root": _logit_root,
     "logit_overlap": _logit_overlap,
     "logit_log_part": lambda x, top, scale, inverse_total, mixture, share: share,
-    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: (
-        ((x - top) * scale + torch.log(inverse_total / mixture)) / math.log(2)
-    ),
+    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: share / math.log(2),
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "mixture": lambda a, p, b, q: a * p + b * q,

@@ -55,10 +55,9 @@ INLINE Finish finish(double total, Parameters parameters)
 
 
 def print_slopes(problem: Problem) -> str:
-    """Of a kind that has slopes, `Parts apart_parts(x, y, row, parameters, lift)`: what a row is that is apart.
+    """Of a kind that has slopes, `Parts apart_parts(x, y, row, parameters)`: masses and slopes of a row that is apart.
 
-    Masses, and of slopes what is left when the row's `apart_affinity` is taken out, and log2(lift) from those that are
-    logarithms; the lean is between what is left.
+    Slopes are what is left of them when the row's `apart_affinity` is taken out; the lean is between what is left.
     Macros say whether there are slopes and a lean, whether logarithms of a mass's part of a mixture are in the
     derivatives, and whether slope_q is one.
     """
@@ -92,7 +91,7 @@ typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Affinity apart_affinity(Row row, Parameters parameters)
 {{
 {_print_result("Affinity", common, names, "apart_")}}}
-INLINE Parts apart_parts(real x, real y, Row row, Parameters parameters, real lift)
+INLINE Parts apart_parts(real x, real y, Row row, Parameters parameters)
 {{
 {_print_result("Parts", parts, names, "apart_")}}}
 """

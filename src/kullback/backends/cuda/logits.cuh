@@ -344,8 +344,15 @@ INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&v
     team.exchanges++;
     mine = merge.nothing();
 #pragma unroll 1
-    for (unsigned e = lane % EACH; e < letters; e += EACH)
-        mine = merge(mine, (WIDE)mail[e]);
+    for (unsigned e = lane % EACH; e < letters; e += 32) { /* as many as there are likely to be, on their way at once */
+        float letter[KEPT];
+#pragma unroll
+        for (int k = 0; k < KEPT; k++)
+            letter[k] = e + k * EACH < letters ? mail[e + k * EACH] : merge.nothing();
+#pragma unroll
+        for (int k = 0; k < KEPT; k++)
+            mine = merge(mine, (WIDE)letter[k]);
+    }
 #pragma unroll
     for (int step = EACH / 2; step; step /= 2)
         mine = merge(mine, shuffled(mine, step));
@@ -468,13 +475,13 @@ INLINE void hold(const Share &share, Ring &ring, const Team &team)
 #endif
 
 /* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the place of its x on chip) for this thread's vectors.
-   FIRST: they may still be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand there once for
-   each vector held. */
+   FIRST: all but the first piece may still be on their way; LAST: the row is not read again; SHORT: f is, so that it may stand
+   there once for each vector held. */
 template <bool FIRST, bool LAST, bool SHORT, typename F> INLINE void each_vector(const Share &share, Ring &ring, const Team &team, F f)
 {
 #if RESIDENT
     each_piece(share, ring, [&](const Ring &slot, int start, int count) {
-        if (FIRST)
+        if (FIRST && start) /* the first has been awaited */
             await_piece(slot);
         const long long elsewhere = (share.first + start) * (long long)X_BYTES - first_place(slot); /* than `place`, in the row */
 #pragma unroll 1
@@ -579,7 +586,7 @@ INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, tame_ratio_or_
 INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < MOST_TOTAL; }
 INLINE bool is_top(float top) { return top > NO_TOP && top < K_INFINITY; }
 
-/* The whole row's survey, against these tops; FIRST: logits may still be on their way. */
+/* The whole row's survey, against these tops; FIRST: as of `each_vector`. */
 template <bool FIRST> INLINE Survey surveyed(const Arguments &a, const Share &share, Ring &ring, Team &team, Tops tops)
 {
     Survey survey;
@@ -1049,9 +1056,6 @@ INLINE Ratios foretold(const Arguments &a, const Share &share, Ring &ring, Team 
     return { mean, fmaxf(variance, 0) };
 }
 
-/* 2^slope in 12 bits: its product with a weight of 1/2 is exact, and the same is found of its logarithm. */
-INLINE float lift_of(float slope) { return __uint_as_float((__float_as_uint(power_of_2(slope)) + 0x800) & 0xfffff000); }
-
 /* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. It is never less
    than 0: of jensen_shannon it is the divergence of the mixture from q, of skew_kl (1 - Σ p·q/m) / (1 - a), and p·q/m is at
    most (1-a)·p + a·q. */
@@ -1060,10 +1064,9 @@ INLINE float expected_slope(const Arguments &a, Ratios ratios, const Row &row, P
     const float deviation = apart_sqrt(3 * ratios.variance), mean = ratios.mean;
     const float inverse = tame_ratio_or_zero(1, binary(a.input_scale)); /* scales are equal */
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
-        return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters, 1).slope_q;
+        return apart_parts(row.input_top * inverse, (row.target_top + ratio) * inverse, row, parameters).slope_q;
     };
-    const float expected = fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), 0);
-    return SLOPE_IS_LOG ? log2f(lift_of(expected)) : expected;
+    return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), 0);
 }
 
 /* The sums of a row that is apart, of a kind that has slopes; they are kept, if they are to be, less what is expected.
@@ -1074,15 +1077,14 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
 {
     SlopeSums by_slope;
     const Row row = row_of<APART>(a, survey, {}, usual, 0);
-    /* What is expected is taken off where that is free: from a product in the same instruction, from logarithms by what they are
-       of. Sums are of what is left. */
-    const float lift = SLOPE_IS_LOG && KEEPS_SLOPES ? lift_of(expected) : 1, lean = apart_affinity(row, parameters).lean;
+    /* From a product what is expected is taken in the same instruction, and sums are of what is left. From a logarithm it is
+       not, and not in sums: exchanging p and q is to exchange them, to the bit. */
+    const float less = SLOPE_IS_LOG ? 0 : expected, lean = apart_affinity(row, parameters).lean;
     const auto add = [&](float x, float y) {
-        Parts parts = FINITE ? apart_parts(x, y, row, parameters, lift)
+        Parts parts = FINITE ? apart_parts(x, y, row, parameters)
                              : apart_parts(bounded_logit(x, row.input_top, a.input_scale),
-                                           bounded_logit(y, row.target_top, a.target_scale), row, parameters, lift);
-        if (!SLOPE_IS_LOG)
-            parts.slope_q -= expected;
+                                           bounded_logit(y, row.target_top, a.target_scale), row, parameters);
+        parts.slope_q -= less;
         by_slope.p += parts.p * (HAS_LEAN ? fmaf(lean, parts.slope_q, parts.slope_p) : parts.slope_p);
         by_slope.q += parts.q * parts.slope_q;
         return parts;
@@ -1094,7 +1096,7 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
             const float q = input_of(a, at(x, k));
             const Parts parts = add(q, target_of(a, at(y, k)));
             masses[k] = INPUT_IS_CAPPED ? parts.q * cap_slope(q, a.input_cap) : parts.q;
-            slopes[k] = parts.slope_q;
+            slopes[k] = parts.slope_q - (expected - less);
         }
 #if KEEPS_SLOPES
         keep(place, masses, slopes);
@@ -1109,8 +1111,8 @@ INLINE Sums summed_by_slopes(const Arguments &a, const Share &share, Ring &ring,
     }
     const Affinity common = apart_affinity(row, found_here(parameters));
     Sums sums;
-    sums.d_log_p = common.factor_p * (by_slope.p + (SLOPE_IS_LOG ? expected : common.lean * expected)) + common.offset_p;
-    sums.d_log_q = common.factor_q * (by_slope.q + expected) + common.offset_q;
+    sums.d_log_p = common.factor_p * (by_slope.p + (HAS_LEAN ? common.lean * less : 0)) + common.offset_p;
+    sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     return sums;
 }
