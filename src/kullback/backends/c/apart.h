@@ -30,7 +30,7 @@ INLINE real bounded(real ratio) { return ratio > -3e38f ? ratio : -3e38f; }
 #define apart_small_bregman k_small_bregman
 #define apart_sqrt k_sqrt
 #define apart_log1p k_log1p
-#define apart_logit_log_part(x, top, scale, inverse_total, mixture, share) bounded(share)
+#define apart_logit_log_part k_logit_log_part
 
 INLINE real apart_near(real x, real bound, real close, real apart)
 {

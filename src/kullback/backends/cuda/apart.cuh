@@ -89,14 +89,14 @@ INLINE real apart_mixture(real a, real p, real b, real q) { return fmaf(a, p, fm
    multiplication comes. */
 INLINE real apart_logit_log2_part(real x, real top, real scale, real, real mixture, real share)
 {
-    if (!IS_NARROW) /* of no mass -inf or, where the ratio was bounded, nearly so: its product with 0 is to be 0 */
+    if (!IS_NARROW) /* a bounded ratio stays a number */
         return fmaxf(share, -1e38f) * 1.44269504f;
     return fmaf(fmaf(x, binary(scale), -top), ONE_LESS, -log2_of(mixture));
 }
 
 INLINE real apart_logit_log_part(real x, real top, real scale, real inverse_total, real mixture, real share)
 {
-    return IS_NARROW ? apart_logit_log2_part(x, top, scale, inverse_total, mixture, share) * LN2 : bounded(share);
+    return IS_NARROW ? apart_logit_log2_part(x, top, scale, inverse_total, mixture, share) * LN2 : share;
 }
 
 INLINE real apart_near(real, real, real, real apart) { return apart; }
@@ -136,7 +136,7 @@ INLINE real close_logit_overlap(real y, real y_top, real y_scale, real y_inverse
 }
 
 #define close_abs k_abs
-#define close_logit_log_part(x, top, scale, inverse_total, mixture, share) bounded(share)
+#define close_logit_log_part k_logit_log_part
 #define close_half_sign k_half_sign
 #define close_near k_near
 #define close_log1p tame_log1p
