@@ -614,7 +614,7 @@ struct Likely {
     INLINE Tops raised(const Arguments &a) const { return { tops.x + usual_range(a.input_scale), tops.y + usual_range(a.target_scale) }; }
 };
 
-/* `part` of so many in the row, no two at one place of a mask that repeats itself */
+/* `part` of so many in the row, seldom two at one place of a mask that repeats itself */
 INLINE unsigned sample_place(const Arguments &a, unsigned part, unsigned parts) { return min((a.vocab / parts + 1) * part, a.vocab - 1); }
 
 /* Of some rows at once, each eight lanes' */
@@ -663,9 +663,9 @@ INLINE Tops found_tops(const Arguments &a, const Share &share, Ring &ring, Team 
     return exchanged(a, ring, team, tops);
 }
 
-/* The whole row's survey: of finite logits, -inf among them, in one sweep, or three where the likely tops are far from what
-   they are. Of rows that hold +inf, NaN, or nothing above NO_TOP, totals are of exp((x - top)·scale), terms are not summed,
-   and the result is false. */
+/* The whole row's survey: of finite logits, -inf among them, in one sweep beside that which finds tops; where likely tops are
+   far from what they are, in two. Of rows that hold +inf, NaN, or nothing above NO_TOP, totals are of exp((x - top)·scale),
+   terms are not summed, and the result is false. */
 INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &team, Survey &survey)
 {
     const auto is_surveyed = [&] {
@@ -681,8 +681,9 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
     survey = surveyed<true>(a, share, ring, team, tops);
     if (is_surveyed())
         return true;
-    tops = found_tops(a, share, ring, team);
-    if (agreed((!INPUT_IS_LOGITS || is_top(tops.x)) && (!TARGET_IS_LOGITS || is_top(tops.y)))) {
+    if (!IS_EXACT)
+        tops = found_tops(a, share, ring, team);
+    if (!IS_EXACT && agreed((!INPUT_IS_LOGITS || is_top(tops.x)) && (!TARGET_IS_LOGITS || is_top(tops.y)))) {
         survey = surveyed<false>(a, share, ring, team, tops);
         if (is_surveyed())
             return true;
