@@ -116,7 +116,7 @@ def jensen_shannon(x: Pair, weight: Value = 0.5) -> Element:
         is_less = x.ratio < 0.0
         larger = -log_blend(x.ratio, weight, other)
         p_share = log_part(x.p, m, larger + where(is_less, x.ratio, 0.0))
-        # Where q is 0 it is no part: a finite number, as it is of p where p is, so that exchanging them changes nothing.
+        # Finite also where q is 0, as p's is where p is: exchanging them changes nothing.
         q_share = log_part(x.q, m, larger - where(is_less, 0.0, where(x.ratio < 1e38, x.ratio, 1e38)))
         p_term = divergence_from(m, x.p, p_share, other * relative)
         q_term = divergence_from(m, x.q, q_share, -(weight * relative))
