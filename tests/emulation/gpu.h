@@ -19,7 +19,6 @@
 
 struct Index { unsigned x; };
 struct uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
 
 namespace gpu {
 /* BASE: what lies in a block's shared memory before a kernel's dynamic part; so no offset passes for an address. */
