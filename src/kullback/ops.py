@@ -52,7 +52,11 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
-def row_vector(tensor: Tensor, rows: int) -> Tensor:
+def row_vector(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    """A number for each row of `like`."""
+    if tensor is None:
+        return None
+    rows = like.size(0)
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 
@@ -83,8 +87,7 @@ class Slab(NamedTuple):
         d_x = None if self.d_input is None else problem.valid(as_rows(self.d_input))
         d_y = None if self.d_target is None else problem.valid(as_rows(self.d_target))
         x, y = problem.valid(as_rows(self.input)), problem.valid(as_rows(self.target))
-        coefficient = None if self.coefficient is None else row_vector(self.coefficient, x.size(0))
-        return x, y, coefficient, (d_x, d_y)
+        return x, y, row_vector(self.coefficient, x), (d_x, d_y)
 
 
 def _is_rows(tensor: Tensor) -> bool:
@@ -118,13 +121,14 @@ def _total(
     d_input, d_target = _output(input, problem, want[0], inplace), _output(target, problem, want[1])
     slabs = Slab(input, target, coefficient, d_input, d_target).split()
 
-    def total(slab: Slab, dtype: torch.dtype) -> Any:
+    def summed(slab: Slab, dtype: torch.dtype) -> Tensor:
         x, y, weight, gradients = slab.rows(problem)
-        return backends.call("total", problem, x, y, weight, scale, dtype, gradients)
+        loss: Tensor = backends.call("total", problem, x, y, weight, scale, dtype, gradients)
+        return loss
 
     if len(slabs) == 1:
-        return total(slabs[0], dtype), d_input, d_target
-    losses = [total(slab, accumulator(input)) for slab in slabs]
+        return summed(slabs[0], dtype), d_input, d_target
+    losses = [summed(slab, accumulator(input)) for slab in slabs]
     return torch.stack(losses).sum().to(dtype), d_input, d_target
 
 

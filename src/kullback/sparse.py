@@ -206,7 +206,7 @@ class Rows(NamedTuple):
         return cls(held, target, small(problem, problem.form))
 
     def call(self, verb: str, coefficient: Tensor | None, *arguments: Any) -> Any:
-        weight = None if coefficient is None else row_vector(coefficient, self.held.size(0))
+        weight = row_vector(coefficient, self.held)
         return backends.call(verb, self.problem, self.held, self.target, weight, *arguments)
 
 

@@ -133,7 +133,7 @@ struct Arguments {
     float exponent;                  /* of the overlap that a survey sums */
     long long series[POWERS];        /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
     int slots, slot_vectors, share, pieces; /* of the ring; vectors of a slot, of a block's share of a row; slots that it takes */
-    int mail, barriers;                     /* offsets; the mail: [GROUPS, MAILBOXES, size · WARPS] letters */
+    int mail, barriers;                     /* offsets; in a mailbox of the mail: [values, size · WARPS] floats */
 };
 
 INLINE float term_factor(const Arguments &a, int power) { return found_here(__int_as_float((int)a.series[power - 1])); }
@@ -146,7 +146,7 @@ INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? 
 /* What a row holds, each side's masses measured against a top: 2^(x·factor - top·factor), where a factor is binary(scale)
    and the second product is rounded. */
 struct Survey {
-    float x_top = NO_TOP, y_top = NO_TOP, x_total = 0, y_total = 0;
+    float x_top = 0, y_top = 0, x_total = 0, y_total = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
 
     /* The tops as exponents */
@@ -272,7 +272,8 @@ __shared__ double results[GROUPS]; /* each of its group's first thread */
 struct Team { /* the threads that share a row */
     int lane, group;
     unsigned size; /* of the cluster, in blocks */
-    unsigned exchanges : 2, turn : 30; /* of its mailboxes' turns, modulo 2; of rows read so far. Together: a register more would spill. */
+    unsigned exchanges : 2, turn : 30; /* of its mailboxes' turns, modulo 2; of rows that were read so far, of the warp that
+                                          fetches of all. Together: a register more would spill. */
 };
 
 /* This block's place in the cluster, asked for each time: kept, it would spill. */
@@ -586,6 +587,12 @@ INLINE float usual_range(float scale) { return fminf(USUAL_RANGE, tame_ratio_or_
 INLINE bool is_usual(float total) { return total > LEAST_TOTAL && total < MOST_TOTAL; }
 INLINE bool is_top(float top) { return top > NO_TOP && top < K_INFINITY; }
 
+/* Whether a side's number is such, of each side that is logits */
+INLINE bool are(bool (*is_such)(float), float x, float y)
+{
+    return agreed((!INPUT_IS_LOGITS || is_such(x)) && (!TARGET_IS_LOGITS || is_such(y)));
+}
+
 /* The whole row's survey, against these tops; FIRST: as of `each_vector`. */
 template <bool FIRST> INLINE Survey surveyed(const Arguments &a, const Share &share, Ring &ring, Team &team, Tops tops)
 {
@@ -668,9 +675,6 @@ INLINE Tops found_tops(const Arguments &a, const Share &share, Ring &ring, Team 
    terms are not summed, and the result is false. */
 INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &team, Survey &survey)
 {
-    const auto is_surveyed = [&] {
-        return agreed((!INPUT_IS_LOGITS || is_usual(survey.x_total)) && (!TARGET_IS_LOGITS || is_usual(survey.y_total)));
-    };
 #if RESIDENT
     await_piece(ring);
     Tops tops = *ring.tops();
@@ -679,14 +683,15 @@ INLINE bool normalize(const Arguments &a, const Share &share, Ring &ring, Team &
     Tops tops = IS_EXACT ? found_tops(a, share, ring, team) : likely_tops(a, share);
 #endif
     survey = surveyed<true>(a, share, ring, team, tops);
-    if (is_surveyed())
+    if (are(is_usual, survey.x_total, survey.y_total))
         return true;
-    if (!IS_EXACT)
+    if (!IS_EXACT) {
         tops = found_tops(a, share, ring, team);
-    if (!IS_EXACT && agreed((!INPUT_IS_LOGITS || is_top(tops.x)) && (!TARGET_IS_LOGITS || is_top(tops.y)))) {
-        survey = surveyed<false>(a, share, ring, team, tops);
-        if (is_surveyed())
-            return true;
+        if (are(is_top, tops.x, tops.y)) {
+            survey = surveyed<false>(a, share, ring, team, tops);
+            if (are(is_usual, survey.x_total, survey.y_total))
+                return true;
+        }
     }
     double x_total = 0, y_total = 0;
     each_element<false>(share, ring, team, [&](float x, float y, int) {
