@@ -36,7 +36,7 @@ def on_cpu(source: str) -> str:
         operands = OPERAND.sub("(", match[4])
         return f"{match[3]} = {name}({operands});"
 
-    source = source.replace(text("cluster.cuh"), (HERE / "cluster.h").read_text())
+    source = source.replace(text("logits/cluster.cuh"), (HERE / "cluster.h").read_text())
     source = UNARY.sub(call, source)
     source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
     source = SHARED_VECTOR.sub(r"words[i] = *gpu::vector_at(\1);", source)

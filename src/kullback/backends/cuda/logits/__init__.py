@@ -16,6 +16,9 @@ from kullback.printer import TYPES, print_functor, print_slopes
 from kullback.rows import Gradients, Problem, Wanted
 from kullback.series import POWERS, REACH, Series
 
+# Of the kernel, in the order in which each knows of those before it
+ROOMS = ("warp", "problem", "ring", "exchange", "survey", "elements", "slopes", "gradients", "powers", "row", "kernel")
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -64,11 +67,11 @@ def source(variant: Variant) -> str:
             text("elementary.cuh"),
             text("../numerics.h"),
             text("vector.cuh"),
-            text("apart.cuh"),
+            text("logits/apart.cuh"),
             print_functor(problem, prefixes),
             print_slopes(problem) if forms == ("logits", "logits") else "",
-            text("cluster.cuh") if variant.shape.resident else "",
-            text("logits.cuh"),
+            text("logits/cluster.cuh") if variant.shape.resident else "",
+            *(text(f"logits/{name}.cuh") for name in ROOMS),
         ]
     )
 
