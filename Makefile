@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 # Two processes of one thread each: with two threads they wait for each other (129 s for what takes 77).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: run test test-full test-gpu lint format clean
+SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
+
+.PHONY: run test test-full test-gpu sanitize lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +25,11 @@ test-full: $(VENV)/.installed    ## and what takes longer
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
+	for tool in memcheck racecheck synccheck; do \
+	  PYTHONPATH=src $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py || exit 1; done
+	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits sparse
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The examples run, say what they found, and draw it."""
+"""The examples run, say what they found, and draw it; and what compute-sanitizer is to watch runs."""
 
 import re
 import subprocess
@@ -30,3 +30,10 @@ def test_the_teacher_helps(name, options, says, tmp_path):
     without, with_teacher = map(float, re.search(says, done.stdout).groups())
     assert with_teacher > without if name == "digits" else with_teacher < without
     assert plot.stat().st_size > 10_000
+
+
+def test_what_the_sanitizer_watches():
+    script = Path(__file__).with_name("sanitize.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["logits", "sparse", "linear"]
