@@ -232,10 +232,11 @@ template <typename F> INLINE void each_first(const Share &share, const Ring &rin
 /* And f(index in the row) for the elements that no vector covers. */
 template <typename F> INLINE void each_end(const Share &share, const Team &team, F f)
 {
-    const int ends = own_rank() == 0 ? (int)share.a.vocab - found_here(share.body) : 0;
+    const int ends = (int)share.a.vocab - found_here(share.body);
 #pragma unroll 1
     for (int i = team.lane; i < ends; i += LANES)
-        f(i < share.head ? i : i + share.body);
+        if (own_rank() == 0) /* asked last: it takes long to answer, and most rows have no ends */
+            f(i < share.head ? i : i + share.body);
 }
 
 /* Calls f(x, y, index in the row) for each of this thread's elements: for what is rare or slow. */
