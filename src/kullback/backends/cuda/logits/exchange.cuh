@@ -15,9 +15,10 @@ struct Highest {
 template <typename WIDE, int COUNT, typename F>
 INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&values)[COUNT], F merge)
 {
-    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
-    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= LETTER_BYTES);
+    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT, MOST_BLOCKS = 8 }; /* lanes of a value; blocks of a cluster (plan.py) */
+    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= LETTER_BYTES && MOST_BLOCKS <= EACH);
     const unsigned place = (unsigned)found_here(team.lane), lane = place % 32;
+    const unsigned rank = own_rank(); /* early: it takes long to answer */
     WIDE parts[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
@@ -45,7 +46,7 @@ INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&v
         if (place == 0)
             expect(arrived, letters * COUNT * (unsigned)sizeof(float));
         if (is_sent && lane % EACH < size)
-            send(mail + own_rank() * WARPS + warp, arrived, (float)mine, lane % EACH);
+            send(mail + rank * WARPS + warp, arrived, (float)mine, lane % EACH);
         await_cluster(arrived, exchanges / MAILBOXES % 2);
     } else
 #endif
@@ -56,18 +57,24 @@ INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&v
     }
     team.exchanges++;
     mine = merge.nothing();
-#pragma unroll 1
-    for (unsigned e = lane % EACH; e < letters; e += 32) { /* as many as there are likely to be, on their way at once */
-        float letter[KEPT];
+    if (lane % EACH < size) { /* a lane reads what a block sent, and merges pairs: one large letter is not to swallow small ones */
+        struct alignas(WARPS % 4 == 0 ? 16 : WARPS % 2 == 0 ? 8 : 4) Letters {
+            float letter[WARPS];
+        };
+        const Letters sent = *(const Letters *)(mail + lane % EACH * WARPS);
+        WIDE merged[WARPS];
 #pragma unroll
-        for (int k = 0; k < KEPT; k++)
-            letter[k] = e + k * EACH < letters ? mail[e + k * EACH] : merge.nothing();
+        for (int w = 0; w < WARPS; w++)
+            merged[w] = sent.letter[w];
 #pragma unroll
-        for (int k = 0; k < KEPT; k++)
-            mine = merge(mine, (WIDE)letter[k]);
+        for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+            for (int w = 0; w + step < WARPS; w += 2 * step)
+                merged[w] = merge(merged[w], merged[w + step]);
+        mine = merged[0];
     }
 #pragma unroll
-    for (int step = EACH / 2; step; step /= 2)
+    for (int step = MOST_BLOCKS / 2; step; step /= 2)
         mine = merge(mine, shuffled(mine, step));
 #endif
 #pragma unroll
