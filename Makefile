@@ -29,7 +29,7 @@ test-gpu:                        ## on a machine with a CUDA device, by the Pyth
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \
 	  PYTHONPATH=src $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py || exit 1; done
-	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits sparse
+	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits literal sparse
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

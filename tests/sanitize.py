@@ -1,6 +1,6 @@
-"""What compute-sanitizer watches (`make sanitize`): every way that rows take through the CUDA kernels, few of each.
+"""What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [sparse] [linear]
+    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [literal] [sparse] [linear]
 
 Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
 """
@@ -12,10 +12,14 @@ import torch
 
 import kullback
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU it runs, and shows that it does
+# Without a GPU it runs all the same, and shows that it does.
+DEVICE, PATH = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
 KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation")
-# on chip, in clusters of eight blocks and of one; streamed; short; all odd
-VOCABULARIES = (128257, 8193, 400_001, 1001)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+# On chip, in clusters of eight blocks, four and one; streamed; short. All odd.
+VOCABULARIES = (128257, 50257, 8193, 600_001, 1001)
+# Elements before a row and in all beside it: none; so many that its gradient has vectors where it has; not so many
+PADDING = ((0, 0), (8, 16), (1, 3))
 
 
 def randn(*shape):
@@ -24,12 +28,12 @@ def randn(*shape):
 
 def check(loss, *inputs):
     assert not loss.isnan().any()
-    for gradient in torch.autograd.grad(loss.sum(), inputs):
+    for gradient in torch.autograd.grad(3 * loss.sum(), inputs):
         gradient.float().sum().item()  # initcheck tells of elements that nobody wrote, where they are read
 
 
-def rows(vocab, dtypes):
-    """Far, close, close with far words, masked on both sides and on one, of one word; vectors begin anywhere."""
+def rows(vocab, dtypes, padding=(0, 0)):
+    """Far, close, close with far words, masked on both sides and on one, of one word; parts of longer rows."""
     y = 3 * randn(8, vocab)
     noise = randn(8, vocab) * torch.tensor([1, 1, 0.03, 0.03, 1, 1, 1, 1e-3], device=DEVICE)[:, None]
     noise[3, ::50] *= 30
@@ -37,36 +41,52 @@ def rows(vocab, dtypes):
     x[4, vocab // 3 :] = y[4, vocab // 3 :] = -torch.inf
     x[5, 1:9] = -torch.inf
     x[6, 3] = y[6, 3] = 60
-    wide = torch.zeros(8, vocab + 3, device=DEVICE)
-    padded = wide.to(dtypes[0]), wide.to(dtypes[1])
-    for whole, part in zip(padded, (x, y), strict=True):
-        whole[:, 1 : 1 + vocab] = part
-    return (x.to(dtypes[0]), y.to(dtypes[1])), (padded[0][:, 1 : 1 + vocab], padded[1][:, 1 : 1 + vocab])
+    first, more = padding
+    parts = []
+    for tensor, dtype in zip((x, y), dtypes, strict=True):
+        parts.append(torch.zeros(8, vocab + more, device=DEVICE, dtype=dtype)[:, first : first + vocab])
+        parts[-1].copy_(tensor)
+    return parts
 
 
 def logits():
     weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
     cases = [(torch.bfloat16, kind) for kind in KINDS] + [(torch.float32, kind) for kind in KINDS[:2]]
-    for vocab, (dtype, kind) in itertools.product(VOCABULARIES, cases):
-        for x, y in rows(vocab, (dtype, dtype)):
-            a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
-            check(kullback.divergence(a, y, kind, row_weight=weight), a)
+    for vocab, (dtype, kind), padding in itertools.product(VOCABULARIES, cases, PADDING):
+        x, y = rows(vocab, (dtype, dtype), padding)
+        a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
+        check(kullback.divergence(a, y, kind, row_weight=weight), a)
+        check(kullback.divergence(a, y, kind, reduction="none"), a)
+        if padding == PADDING[0]:
             check(kullback.divergence(a, b, kind), a, b)
             check(kullback.divergence(a, b, kind, reduction="none", row_weight=weight), a, b)
             assert not kullback.divergence(x, y, kind).isnan()
+            x[1, 4], y[2, 5], x[3] = torch.inf, torch.nan, -torch.inf
+            assert kullback.divergence(x, y, kind, reduction="none")[1:4].isnan().all()
     for dtypes in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16)):
-        (x, y), _ = rows(50257, dtypes)
+        x, y = rows(50257, dtypes)
         a = x.detach().requires_grad_()
         check(kullback.divergence(a, y, "kl", softcap=30.0, target_softcap=20.0, valid_vocab=50001, temperature=2.0), a)
         check(kullback.divergence(a, y.float().softmax(-1), "jensen_shannon", target_form="probs"), a)
+        a = x.float().log_softmax(-1).requires_grad_()
+        check(kullback.divergence(a, y, "jensen_shannon", form="log_probs", target_form="logits"), a)
+
+
+def literal():
+    """Probabilities and their logarithms: all rows at once, rows of a block, of a warp, of eight threads, of one."""
+    for vocab, dtype, form in itertools.product((4099, 1001, 33, 1), DTYPES, ("probs", "log_probs")):
+        x, y = (t.softmax(-1) if form == "probs" else t.log_softmax(-1) for t in randn(2, 8, vocab))
+        a, b = x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
+        for kind in ("kl", "renyi"):
+            check(kullback.divergence(a, y.to(dtype), kind, form=form), a)
+            check(kullback.divergence(a, b, kind, form=form, reduction="none"), a, b)
+        a = x.to(dtype)[1:, vocab // 2 :].detach().requires_grad_()
+        check(kullback.divergence(a, y.to(dtype)[1:, vocab // 2 :], "kl", form=form), a)
 
 
 def sparse():
-    for dtype, form, tail in itertools.product(
-        (torch.bfloat16, torch.float32, torch.float16, torch.float64),
-        ("log_probs", "probs", "logits"),
-        ("bucket", "renormalize", "zero"),
-    ):
+    forms, tails = ("log_probs", "probs", "logits"), ("bucket", "renormalize", "zero")
+    for dtype, form, tail in itertools.product(DTYPES, forms, tails):
         if form == "logits" and tail == "bucket":
             continue
         x = randn(9, 4103).to(dtype)[1:, 1:].requires_grad_()
@@ -88,8 +108,9 @@ def linear():
 
 
 if __name__ == "__main__":
-    parts = {"logits": logits, "sparse": sparse, "linear": linear}
+    parts = {"logits": logits, "literal": literal, "sparse": sparse, "linear": linear}
     torch.manual_seed(0)
-    for name in sys.argv[1:] or parts:
-        parts[name]()
-        print(f"{name}: done on {DEVICE}, {kullback.backend_info().name}")
+    with kullback.backend(PATH):
+        for name in sys.argv[1:] or parts:
+            parts[name]()
+            print(f"{name}: done on {DEVICE}, {kullback.backend_info().name}")

@@ -84,6 +84,7 @@ class LogitsShape:
             "RESIDENT": int(self.resident),
             "LANES": self.lanes,
             "GROUPS": self.groups,
+            "MAX_CLUSTER": MAX_CLUSTER,
             "MAILBOXES": MAILBOXES,
             "LETTER_BYTES": LETTER_BYTES,
             "WIDTH": self.width,

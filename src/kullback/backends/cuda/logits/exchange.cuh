@@ -15,8 +15,8 @@ struct Highest {
 template <typename WIDE, int COUNT, typename F>
 INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&values)[COUNT], F merge)
 {
-    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT, MOST_BLOCKS = 8 }; /* lanes of a value; blocks of a cluster (plan.py) */
-    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= LETTER_BYTES && MOST_BLOCKS <= EACH);
+    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
+    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= LETTER_BYTES && MAX_CLUSTER <= EACH);
     const unsigned place = (unsigned)found_here(team.lane), lane = place % 32;
     const unsigned rank = own_rank(); /* early: it takes long to answer */
     WIDE parts[KEPT];
@@ -74,7 +74,7 @@ INLINE void exchange(const Arguments &a, const Ring &ring, Team &team, float (&v
         mine = merged[0];
     }
 #pragma unroll
-    for (int step = MOST_BLOCKS / 2; step; step /= 2)
+    for (int step = MAX_CLUSTER / 2; step; step /= 2)
         mine = merge(mine, shuffled(mine, step));
 #endif
 #pragma unroll

@@ -15,6 +15,7 @@
    WIDTH, MIN_BLOCKS                elements of a 16-byte access; blocks of a multiprocessor
    HELD                             vectors of a row that a thread keeps in registers: all that it has; or 0
    TO_Y                             bytes of shared memory from a slot's part of x to that of y, where vectors are alike
+   MAX_CLUSTER                      blocks that share a row, at most
    MAILBOXES, LETTER_BYTES          for what warps tell one another of a row: of each group; at most, each
 
    A resident row is spread over the blocks of a cluster. In each, one more warp fetches pieces of rows into a ring
