@@ -18,12 +18,12 @@ INLINE float whole_of(float top, float total, float scale)
     return total * power_of_2(product(top, binary(scale)) - norm_of(top, total, scale));
 }
 
-/* log-normaliser of y less that of x, as floats found it */
+/* log-normaliser of y less that of x, as floats found it, and what is known to be wrong with that */
 INLINE double shift_of(const Arguments &a, const Survey &survey)
 {
     const double rounding = survey.is_usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
     return (double)survey.y_top * (double)found_here(a.target_scale) - (double)survey.x_top * (double)found_here(a.input_scale)
-        + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total);
+        + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total) + found_here(survey.correction);
 }
 
 /* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
@@ -41,7 +41,7 @@ template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &su
     row.target_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.y_total * power_of_2((float)y_rounding) : survey.y_total);
     row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
     row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
-    const double shift = shift_of(a, survey) + found_here(survey.correction);
+    const double shift = shift_of(a, survey);
     row.shift_high = (float)shift;
     row.shift_low = (float)(shift - (double)row.shift_high);
     row.input_sum_gradient = sums.d_log_q;

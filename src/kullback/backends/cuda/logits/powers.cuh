@@ -11,7 +11,7 @@ struct Near {
     INLINE Near(const Arguments &a, const Survey &survey)
     {
         const float factor = binary(a.input_scale);
-        const double shift_found = shift_of(a, survey) + found_here(survey.correction);
+        const double shift_found = shift_of(a, survey);
         double found = 0.5 * ((double)product(survey.x_top, factor) + (double)product(survey.y_top, factor))
             + 0.5 * (double)(log2f(survey.x_total) + log2f(survey.y_total));
         if (!IS_NARROW)

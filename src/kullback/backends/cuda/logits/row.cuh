@@ -158,7 +158,7 @@ INLINE void save(const Arguments &a, unsigned r, const Found &found)
     double x_total = survey.x_total * (survey.is_usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
     double y_total = survey.y_total * (survey.is_usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
     if (found.vocabulary == CLOSE) { /* half each: so that their quotient is the shift that was used, whichever is which */
-        const double half = 0.5 * (shift_of(a, survey) + survey.correction - (y_top - x_top) - log_quotient_of(y_total, x_total));
+        const double half = 0.5 * (shift_of(a, survey) - (y_top - x_top) - log_quotient_of(y_total, x_total));
         x_total *= exp(-half);
         y_total *= exp(half);
     }
