@@ -94,19 +94,25 @@ print(time.perf_counter() - begin)
 
 
 def first_use(form: str) -> dict[str, float]:
-    """Seconds of the first call in a process, with an empty cache and with a warm one."""
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "XDG_CACHE_HOME": directory}
-        run = lambda: float(
+    """Seconds of the first call in a process, with an empty cache and with a warm one; medians of three."""
+
+    def seconds(directory: str) -> float:
+        return float(
             subprocess.run(
                 [sys.executable, "-c", FIRST_USE.replace("{form}", form)],
-                env=environment,
+                env={**os.environ, "XDG_CACHE_HOME": directory},
                 capture_output=True,
                 text=True,
                 check=True,
             ).stdout
         )
-        return {"cold": run(), "warm": min(run() for _ in range(3))}
+
+    cold, warm = [], []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as directory:
+            cold.append(seconds(directory))
+            warm.append(seconds(directory))
+    return {"cold": statistics.median(cold), "warm": statistics.median(warm)}
 
 
 def main() -> None:

@@ -120,16 +120,12 @@ def _total(
     """The sum and its wanted gradients; `inplace`: the input's in the place of its logits."""
     d_input, d_target = _output(input, problem, want[0], inplace), _output(target, problem, want[1])
     slabs = Slab(input, target, coefficient, d_input, d_target).split()
-
-    def summed(slab: Slab, dtype: torch.dtype) -> Tensor:
+    losses = []
+    for slab in slabs:
         x, y, weight, gradients = slab.rows(problem)
-        loss: Tensor = backends.call("total", problem, x, y, weight, scale, dtype, gradients)
-        return loss
-
-    if len(slabs) == 1:
-        return summed(slabs[0], dtype), d_input, d_target
-    losses = [summed(slab, accumulator(input)) for slab in slabs]
-    return torch.stack(losses).sum().to(dtype), d_input, d_target
+        part = dtype if len(slabs) == 1 else accumulator(input)
+        losses.append(backends.call("total", problem, x, y, weight, scale, part, gradients))
+    return losses[0] if len(slabs) == 1 else torch.stack(losses).sum().to(dtype), d_input, d_target
 
 
 def _value(

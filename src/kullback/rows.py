@@ -80,7 +80,7 @@ class Problem:
         forms = self.form, self.target_form
         return tuple(1 / t if f == "logits" else 1.0 for f, t in zip(forms, self.temperatures, strict=True))  # type: ignore[return-value]
 
-    @property
+    @functools.cached_property
     def needs_norms(self) -> bool:
         return self.form == "logits" or self.target_form == "logits"
 
