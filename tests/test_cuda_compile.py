@@ -1,6 +1,6 @@
 """Every kernel compiles for every architecture without a GPU: no spilled register, none over its budget.
 
-The budget is what was committed: `python tests/test_cuda_compile.py` writes it anew.
+The budget is what was committed: `python -m tests.test_cuda_compile` writes it anew.
 """
 
 import io

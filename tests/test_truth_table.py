@@ -314,3 +314,27 @@ def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, paramet
 def test_a_small_mass_over_none_is_infinite(kind, logit, path, device):
     x, y = (torch.tensor([row], device=device) for row in ([0.0, 0.0, logit], [0.0, 1.0, -inf]))
     assert kullback.divergence(x, y, kind) == inf
+
+
+@ALL_PATHS
+@pytest.mark.parametrize("vocab", [1000, 2503])
+@pytest.mark.parametrize("kind", oracle.SMOOTH)
+def test_gradients_of_rows_that_one_word_has(kind, vocab, path, device, generator):
+    """Of all but 1e-3 to 1e-16 of a row: the others' gradients are that small, and the word's is what they sum to."""
+    above = torch.tensor([8.0, 12.0, 16.0, 20.0, 25.0, 30.0, 35.0]).repeat(4)
+    y, noise = torch.randn(2, len(above), vocab, generator=generator)
+    y, rows = 3 * y, torch.arange(len(above))
+    words = 61 * rows % vocab  # the first is one that a sample sees
+    y[rows, words] = y.amax(-1) + above
+    x = y + torch.tensor([1.0, 1e-1, 1e-2, 1e-4]).repeat_interleave(7)[:, None] * noise
+    leaf = x.double().requires_grad_()
+    truth = torch.autograd.grad(oracle.divergence(leaf, y.double(), kind, **oracle.PARAMETERS[kind]).sum(), leaf)[0]
+    truth[rows, words] = 0.0  # float64's is a difference of numbers next to 1
+    truth[rows, words] = -truth.sum(-1)
+    for reduction in ("sum", "none"):
+        ours = x.to(device).requires_grad_()
+        loss = kullback.divergence(ours, y.to(device), kind, reduction=reduction, **oracle.PARAMETERS[kind]).sum()
+        (gradient,) = torch.autograd.grad(loss, ours)
+        for row in rows.tolist():
+            # The exponent of a mass of e^-45 is rounded by up to 2.6e-6 of it.
+            assert relative_error(gradient[row], truth[row]) < 4e-6, (above[row], row // 7)

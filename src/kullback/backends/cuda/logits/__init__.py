@@ -48,8 +48,7 @@ def source(variant: Variant) -> str:
         "TARGET_IS_LOGITS": int(forms[1] == "logits"),
         "INPUT_IS_CAPPED": int(variant.capped[0]),
         "TARGET_IS_CAPPED": int(variant.capped[1]),
-        # Short rows have no registers for it.
-        "HAS_SERIES": int(problem.is_smooth and variant.shape.lanes > 32),
+        "IS_SMOOTH": int(problem.is_smooth),
         "POWERS": POWERS,
         "REACH": f"{REACH}f",
         "WANT_SUM": int(variant.want_sum),

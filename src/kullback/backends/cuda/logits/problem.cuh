@@ -8,7 +8,7 @@
    WANT_SUM, WANT_INPUT, WANT_TARGET  what to compute
    KNOWN                            whether the rows' states are known
    RESIDENT                         whether rows stay on chip (sm_90 and later), or are read again for each pass
-   HAS_SERIES, POWERS, REACH        whether the kind is a series in powers of the log-ratio near p = q (series.py), so many,
+   IS_SMOOTH, POWERS, REACH         whether the kind is a series in powers of the log-ratio near p = q (series.py), so many,
                                     and how far it reaches
    KEEPS_SLOPES                     whether the sweep that sums a row that is apart leaves masses and slopes in its place
    LANES, GROUPS                    threads of a block that share a row; rows that a block has in hand at once
@@ -30,6 +30,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #if !HAS_APART
 #define HAS_LOG_PART 0
 #endif
+#define HAS_SERIES (IS_SMOOTH && LANES > 32) /* short rows have no registers for it */
 /* Whether the row's sums follow from what is found while it is normalised */
 #if HAS_APART && HAS_MOMENTS
 #define IS_SURVEYED 1

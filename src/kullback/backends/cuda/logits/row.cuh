@@ -72,8 +72,9 @@ INLINE Found find(const Share &share, Ring &, Team &)
     }
     survey.is_usual = found.vocabulary != GUARDED;
     if (found.vocabulary == CLOSE)
-        survey.correction = (float)(known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows])
-                                    - shift_of(a, survey));
+        survey.correction = known[a.rows] == known[3ll * a.rows]
+            ? K_INFINITY
+            : (float)(known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey));
     return found;
 }
 #else
@@ -117,6 +118,30 @@ INLINE void sum_apart(const Share &share, Ring &ring, Team &team, Found &found)
 #endif
 
 #if HAS_APART
+/* Whether one word has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
+   the norms are taken to differ as the word's logits do, so that its log-ratio is 0, not a rounding that is more than that. */
+INLINE bool is_one_word(const Share &share, Ring &ring, Team &team, Survey &survey)
+{
+    const Arguments &a = share.a;
+    const Tops tops = found_tops(share, ring, team);
+    const auto measured_by = [](float highest, float top, float total, float scale) {
+        return total * power_of_2(product(top, binary(scale)) - product(highest, binary(scale)));
+    };
+    const auto is_all = [](float highest, float total, float scale) {
+        return fabsf(total + (float)rounding_of(highest, scale) * LN2 - 1) < 1e-6f;
+    };
+    const float x_total = measured_by(tops.x, survey.x_top, survey.x_total, a.input_scale);
+    const float y_total = measured_by(tops.y, survey.y_top, survey.y_total, a.target_scale);
+    if (!agreed(is_all(tops.x, x_total, a.input_scale) && is_all(tops.y, y_total, a.target_scale)))
+        return false;
+    survey.x_top = tops.x;
+    survey.y_top = tops.y;
+    survey.x_total = x_total;
+    survey.y_total = y_total;
+    survey.correction = K_INFINITY;
+    return true;
+}
+
 INLINE void sum_close(const Share &share, Ring &ring, Team &team, Found &found)
 {
     /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it; total_variation
@@ -124,10 +149,14 @@ INLINE void sum_close(const Share &share, Ring &ring, Team &team, Found &found)
 #pragma unroll 1
     for (bool again = true; again;) {
         found.sums = summed<CLOSE>(share, ring, team, found.survey);
-        const float wrong = fabsf(found.sums.excess) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
-        again = found.survey.correction == 0 && agreed(wrong > 1e-6f * fabsf(found.sums.term) && is_number(found.sums));
-        if (again)
-            found.survey.correction = -found.sums.excess;
+        const Sums &sums = found.sums;
+        const float excess = fabsf(sums.excess), wrong = excess * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
+        const float term = found.survey.correction == 0 && is_number(sums) ? fabsf(sums.term) : K_INFINITY;
+        again = IS_SMOOTH && agreed(excess * excess > 1e-11f * term) && is_one_word(share, ring, team, found.survey);
+        if (!again && agreed(wrong > 1e-6f * term)) {
+            found.survey.correction = -sums.excess;
+            again = true;
+        }
     }
     found.vocabulary = agreed(is_number(found.sums)) ? CLOSE : GUARDED;
 }
@@ -158,9 +187,9 @@ INLINE void save(const Arguments &a, unsigned r, const Found &found)
     double x_total = survey.x_total * (survey.is_usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
     double y_total = survey.y_total * (survey.is_usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
     if (found.vocabulary == CLOSE) { /* half each: so that their quotient is the shift that was used, whichever is which */
-        const double half = 0.5 * (shift_of(a, survey) - (y_top - x_top) - log_quotient_of(y_total, x_total));
-        x_total *= exp(-half);
-        y_total *= exp(half);
+        const double half = 0.5 * (shift_of(a, survey) - (y_top - x_top)), mean = sqrt(x_total * y_total);
+        x_total = mean * exp(-half);
+        y_total = mean * exp(half);
     }
     a.state[r] = x_top;
     /* Backward is to take guards where forward did; of the other vocabularies it finds its own. */
