@@ -23,10 +23,9 @@ INLINE double shift_of(const Arguments &a, const Survey &survey)
 {
     const double rounding = survey.is_usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
     const double of_tops = (double)survey.y_top * (double)found_here(a.target_scale) - (double)survey.x_top * (double)found_here(a.input_scale);
-    const float correction = found_here(survey.correction);
-    if (correction == K_INFINITY)
+    if (SEEKS_ONE_WORD && survey.correction == K_INFINITY)
         return of_tops;
-    return of_tops + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total) + correction;
+    return of_tops + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total) + found_here(survey.correction);
 }
 
 /* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is

@@ -31,6 +31,7 @@ enum { APART, CLOSE, GUARDED }; /* vocabularies, in the order in which they are 
 #define HAS_LOG_PART 0
 #endif
 #define HAS_SERIES (IS_SMOOTH && LANES > 32) /* short rows have no registers for it */
+#define SEEKS_ONE_WORD (IS_SMOOTH && !IS_NARROW) /* 16-bit gradients do not show it */
 /* Whether the row's sums follow from what is found while it is normalised */
 #if HAS_APART && HAS_MOMENTS
 #define IS_SURVEYED 1

@@ -72,7 +72,7 @@ INLINE Found find(const Share &share, Ring &, Team &)
     }
     survey.is_usual = found.vocabulary != GUARDED;
     if (found.vocabulary == CLOSE)
-        survey.correction = known[a.rows] == known[3ll * a.rows]
+        survey.correction = SEEKS_ONE_WORD && known[a.rows] == known[3ll * a.rows]
             ? K_INFINITY
             : (float)(known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey));
     return found;
@@ -118,6 +118,9 @@ INLINE void sum_apart(const Share &share, Ring &ring, Team &team, Found &found)
 #endif
 
 #if HAS_APART
+/* Of a loss of M·r², of words that have M of the row, a word's excess of 3e-6·r·√M would hide what the gradient has, M·r */
+INLINE bool seems_one_word(const Sums &sums) { return sums.excess * sums.excess > 1e-11f * fabsf(sums.term) && is_number(sums); }
+
 /* Whether one word has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
    the norms are taken to differ as the word's logits do, so that its log-ratio is 0, not a rounding that is more than that. */
 INLINE bool is_one_word(const Share &share, Ring &ring, Team &team, Survey &survey)
@@ -149,14 +152,14 @@ INLINE void sum_close(const Share &share, Ring &ring, Team &team, Found &found)
 #pragma unroll 1
     for (bool again = true; again;) {
         found.sums = summed<CLOSE>(share, ring, team, found.survey);
-        const Sums &sums = found.sums;
-        const float excess = fabsf(sums.excess), wrong = excess * fmaxf(fabsf(sums.d_log_p), fabsf(sums.d_log_q));
-        const float term = found.survey.correction == 0 && is_number(sums) ? fabsf(sums.term) : K_INFINITY;
-        again = IS_SMOOTH && agreed(excess * excess > 1e-11f * term) && is_one_word(share, ring, team, found.survey);
-        if (!again && agreed(wrong > 1e-6f * term)) {
-            found.survey.correction = -sums.excess;
-            again = true;
-        }
+        again = SEEKS_ONE_WORD && found.survey.correction == 0 && agreed(seems_one_word(found.sums))
+            && is_one_word(share, ring, team, found.survey);
+        if (again)
+            continue;
+        const float wrong = fabsf(found.sums.excess) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
+        again = found.survey.correction == 0 && agreed(wrong > 1e-6f * fabsf(found.sums.term) && is_number(found.sums));
+        if (again)
+            found.survey.correction = -found.sums.excess;
     }
     found.vocabulary = agreed(is_number(found.sums)) ? CLOSE : GUARDED;
 }
