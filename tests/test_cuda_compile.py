@@ -151,6 +151,8 @@ def quick_logits():
         yield "sm_90a", "skew_kl", "logits", "logits", dtype, "short rows, both gradients", target_dtype
         yield "sm_90a", "renyi", "logits", "logits", dtype, "capped short rows", target_dtype
         yield "sm_90a", "jensen_shannon", "logits", "logits", dtype, "total and gradient", target_dtype
+        for kind in ("kl", "renyi"):
+            yield "sm_90a", kind, "logits", "logits", dtype, "short rows, total and gradient", target_dtype
     yield "sm_90a", "skew_kl", "logits", "logits", torch.float16, "capped short rows"
 
 

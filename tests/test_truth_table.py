@@ -317,23 +317,27 @@ def test_a_small_mass_over_none_is_infinite(kind, logit, path, device):
 
 
 @ALL_PATHS
-@pytest.mark.parametrize("vocab", [1000, 2503])
+@pytest.mark.parametrize(("vocab", "scale", "offset"), [(1000, 1.0, 0.0), (2503, 1.0, 0.0), (1000, 0.9, -1000.0)])
 @pytest.mark.parametrize("kind", oracle.SMOOTH)
-def test_gradients_of_rows_that_one_word_has(kind, vocab, path, device, generator):
+def test_gradients_of_rows_that_one_word_has(kind, vocab, scale, offset, path, device, generator):
     """Of all but 1e-3 to 1e-16 of a row: the others' gradients are that small, and the word's is what they sum to."""
     above = torch.tensor([8.0, 12.0, 16.0, 20.0, 25.0, 30.0, 35.0]).repeat(4)
     y, noise = torch.randn(2, len(above), vocab, generator=generator)
     y, rows = 3 * y, torch.arange(len(above))
     words = 61 * rows % vocab  # the first is one that a sample sees
     y[rows, words] = y.amax(-1) + above
-    x = y + torch.tensor([1.0, 1e-1, 1e-2, 1e-4]).repeat_interleave(7)[:, None] * noise
+    x = y + torch.tensor([1.0, 1e-1, 1e-2, 1e-4]).repeat_interleave(7)[:, None] * noise + offset
+    options = {"temperature": 1 / torch.tensor(scale).item(), **oracle.PARAMETERS[kind]}  # whose inverse is a float
     leaf = x.double().requires_grad_()
-    truth = torch.autograd.grad(oracle.divergence(leaf, y.double(), kind, **oracle.PARAMETERS[kind]).sum(), leaf)[0]
+    losses = oracle.divergence(
+        leaf / options["temperature"], y.double() / options["temperature"], kind, **oracle.PARAMETERS[kind]
+    )
+    (truth,) = torch.autograd.grad(losses.sum(), leaf)
     truth[rows, words] = 0.0  # float64's is a difference of numbers next to 1
     truth[rows, words] = -truth.sum(-1)
     for reduction in ("sum", "none"):
         ours = x.to(device).requires_grad_()
-        loss = kullback.divergence(ours, y.to(device), kind, reduction=reduction, **oracle.PARAMETERS[kind]).sum()
+        loss = kullback.divergence(ours, y.to(device), kind, reduction=reduction, **options).sum()
         (gradient,) = torch.autograd.grad(loss, ours)
         for row in rows.tolist():
             # The exponent of a mass of e^-45 is rounded by up to 2.6e-6 of it.

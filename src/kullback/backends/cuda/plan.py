@@ -167,11 +167,11 @@ def logits(
                 barriers = mail + mail_bytes
                 shared = barriers + barriers_bytes
                 return Layout(shape, cluster, slots, slot_vectors, share, pieces, mail, barriers, shared)
-    if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers
-        shape = LogitsShape(known, False, 32, 4, per_vector, 5, held=MAX_HELD)
+    # What converts both tensors in ways of their own takes more registers.
+    if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers, 16 128
+        shape = LogitsShape(known, False, 32, 4, per_vector, 5 if x == y else 4, held=MAX_HELD)
     elif short:
-        # What converts both tensors in ways of their own, or float16, takes more registers than three blocks leave.
-        wide = both and (x != y or x == torch.float16)
+        wide = x != y or (both and x == torch.float16)
         shape = LogitsShape(known, False, 32, 8, per_vector, 2 if wide else 3)
     else:
         shape = LogitsShape(known, False, 256, 1, per_vector, 2)

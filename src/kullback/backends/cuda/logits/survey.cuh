@@ -5,7 +5,7 @@
 struct Survey {
     float x_top = 0, y_top = 0, x_total = 0, y_total = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
-    float correction = 0;                   /* of the shift between the norms; infinite: tops differ as norms do */
+    float correction = 0;                   /* of the shift between the norms; infinite: it is that of the tops */
     bool is_usual = false; /* else totals are of exp((x - top)·scale), and nothing else was summed */
 
     /* The tops as exponents */
