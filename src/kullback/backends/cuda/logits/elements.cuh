@@ -18,14 +18,12 @@ INLINE float whole_of(float top, float total, float scale)
     return total * power_of_2(product(top, binary(scale)) - norm_of(top, total, scale));
 }
 
-INLINE bool is_of_one_word(const Survey &survey) { return SEEKS_ONE_WORD && survey.correction == K_INFINITY; }
-
 /* log-normaliser of y less that of x, as floats found it, and what is known to be wrong with that */
 INLINE double shift_of(const Arguments &a, const Survey &survey)
 {
     const double rounding = survey.is_usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
     const double of_tops = (double)survey.y_top * (double)found_here(a.target_scale) - (double)survey.x_top * (double)found_here(a.input_scale);
-    if (is_of_one_word(survey)) /* to the bit as elements find it of tops */
+    if (SEEKS_ONE_WORD && survey.correction == K_INFINITY) /* to the bit as elements find it of tops */
         return of_tops + (double)k_logit_difference(survey.y_top, a.target_scale, survey.x_top, a.input_scale, (float)of_tops,
                                                     (float)(of_tops - (double)(float)of_tops));
     return of_tops + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total) + found_here(survey.correction);

@@ -189,7 +189,7 @@ INLINE void save(const Arguments &a, unsigned r, const Found &found)
     const double x_top = (double)survey.x_top * (double)a.input_scale, y_top = (double)survey.y_top * (double)a.target_scale;
     double x_total = survey.x_total * (survey.is_usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
     double y_total = survey.y_total * (survey.is_usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
-    if (found.vocabulary == CLOSE && is_of_one_word(survey)) {
+    if (SEEKS_ONE_WORD && found.vocabulary == CLOSE && survey.correction == K_INFINITY) {
         x_total = y_total = sqrt(x_total * y_total); /* equal: so that backward knows */
     } else if (found.vocabulary == CLOSE) { /* half each: so that their quotient is the shift that was used, whichever is which */
         const double half = 0.5 * (shift_of(a, survey) - (y_top - x_top) - log_quotient_of(y_total, x_total));
