@@ -123,7 +123,7 @@ INLINE bool seems_one_word(const Sums &sums) { return sums.excess * sums.excess 
 
 /* Whether one word has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
    the norms are taken to differ as the word's logits do, so that its log-ratio is 0, not a rounding that is more than that. */
-INLINE bool is_one_word(const Share &share, Ring &ring, Team &team, Survey &survey)
+INLINE bool aligned_at_one_word(const Share &share, Ring &ring, Team &team, Survey &survey)
 {
     const Arguments &a = share.a;
     const Tops tops = found_tops(share, ring, team);
@@ -153,7 +153,7 @@ INLINE void sum_close(const Share &share, Ring &ring, Team &team, Found &found)
     for (bool again = true; again;) {
         found.sums = summed<CLOSE>(share, ring, team, found.survey);
         again = SEEKS_ONE_WORD && found.survey.correction == 0 && agreed(seems_one_word(found.sums))
-            && is_one_word(share, ring, team, found.survey);
+            && aligned_at_one_word(share, ring, team, found.survey);
         if (again)
             continue;
         const float wrong = fabsf(found.sums.excess) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
