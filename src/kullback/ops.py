@@ -120,10 +120,9 @@ def _total(
     """The sum and its wanted gradients; `inplace`: the input's in the place of its logits."""
     d_input, d_target = _output(input, problem, want[0], inplace), _output(target, problem, want[1])
     slabs = Slab(input, target, coefficient, d_input, d_target).split()
-    losses = []
+    part, losses = dtype if len(slabs) == 1 else accumulator(input), []
     for slab in slabs:
         x, y, weight, gradients = slab.rows(problem)
-        part = dtype if len(slabs) == 1 else accumulator(input)
         losses.append(backends.call("total", problem, x, y, weight, scale, part, gradients))
     return losses[0] if len(slabs) == 1 else torch.stack(losses).sum().to(dtype), d_input, d_target
 

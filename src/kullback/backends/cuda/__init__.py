@@ -203,7 +203,7 @@ def _run(
     )
     if weight is not None:
         weight = weight[:1] if flat else weight.contiguous()
-    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, d_x, d_y)]
+    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_x, d_y)]  # stride(0) takes twice as long
     if flat:
         rows, vocab = 1, rows * vocab
     index = x.get_device()

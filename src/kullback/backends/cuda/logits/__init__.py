@@ -102,8 +102,8 @@ def run(
     weight = None if weight is None else weight.contiguous()
     output = total if losses is None else losses
     d_x, d_y = gradients
-    addresses = [0 if t is None else t.data_ptr() for t in (x, y, *gradients)]
-    strides = [0 if t is None else t.stride()[0] for t in (x, y, *gradients)]  # stride(0) takes twice as long
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, d_x, d_y)]
+    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_x, d_y)]  # stride(0) takes twice as long
     launcher, numbers = _prepared(
         index,
         vocab,
