@@ -11,7 +11,9 @@ from kullback.backends import c
 from tests import emulation
 
 
-def pytest_configure(config):
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same samples whatever ran before, and in whichever process."""
     torch.manual_seed(0)
 
 

@@ -49,8 +49,10 @@ def test_agrees_with_torch(shape, dtype, path, device, generator):
             expected = torch.autograd.grad(truth.sum(), (a, b))
             eps = torch.finfo(dtype).eps
             error, budget = (t.double() - truth.detach() for t in (ours, theirs))
-            # twice torch's error, or what rounding each term to this dtype costs
-            floor = 4 * eps * (truth.abs().max() + float(b.detach().double().abs().max()))
+            # twice torch's error, or what rounding each term to this dtype costs; float64 has no wider sums: theirs
+            # round as a random walk, in an order that is the processor's (4.5 eps were seen of 210 terms)
+            walk = a.numel() ** 0.5 if dtype == torch.float64 and reduction != "none" else 0
+            floor = (4 + walk) * eps * (truth.abs().max() + float(b.detach().double().abs().max()))
             assert error.abs().max() <= 2 * budget.abs().max() + floor
             for g, e in zip(gradients, expected, strict=True):
                 # the target's gradient is the difference of two logarithms of size ten or so

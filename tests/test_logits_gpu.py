@@ -116,8 +116,8 @@ def test_masses_and_slopes_in_the_place_of_rows(vocab, kind, dtype):
     assert relative_error(loss, (truth * weight).sum()) < 1e-5
     assert written[x == -torch.inf].count_nonzero() == 0
     for ours, theirs in zip(written, expected, strict=True):
-        # Of a row that one word has all of: bfloat16's half ulp, 2e-3, and what the word's mass and slope were cut to
-        assert relative_error(ours, theirs) < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+        # Where few words have a row's gradient: half an ulp of bfloat16, 2**-8, of a mass that is kept, and of it
+        assert relative_error(ours, theirs) < (2**-7 if dtype == torch.bfloat16 else 1e-3)
     if dtype == torch.bfloat16:
         ulps = (written.view(torch.int16).int() - expected.bfloat16().view(torch.int16).int()).abs()
         assert (ulps[written != 0] > 1).double().mean() < 1e-3
