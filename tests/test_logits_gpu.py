@@ -239,9 +239,9 @@ def test_more_than_two_to_the_31_elements(rows, vocab, dtype, kind):
     del separate
 
     total = kullback.divergence(x, y, kind, reduction="sum")
-    # A half multiplies all that was written, and rounds none of it. Where slopes are kept a mass was rounded before.
-    if kind == "jensen_shannon" and dtype == torch.bfloat16:
-        tolerance *= 2
+    # A half multiplies all that was written, and rounds none of it.
+    if kind == "jensen_shannon" and dtype == torch.bfloat16 and vocab > 2048:
+        tolerance *= 2  # slopes are kept on chip: masses were rounded before
     (written,) = torch.autograd.grad(total, x, torch.tensor(0.5, device="cuda"))
     assert relative_error(total, losses.double().sum()) <= 1e-6
     for r, ours, theirs in zip(at, written[at], 0.5 * gradient, strict=True):
