@@ -7,11 +7,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-gpu sanitize lint format clean
+.PHONY: run test test-full test-gpu sanitize mutate tables lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,dev]'
 	touch $@
 
 run: $(VENV)/.installed          ## the main job: the 16384 x 16384 workload against its rivals
@@ -29,7 +29,13 @@ test-gpu:                        ## on a machine with a CUDA device, by the Pyth
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \
 	  PYTHONPATH=src $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py || exit 1; done
-	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits literal sparse
+	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits literal topk
+
+mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place at a time; lists what no test noticed
+	$(BIN)/python -m tests.mutate
+
+tables: $(VENV)/.installed       ## the tables of kinds in documents
+	$(BIN)/python -m tests.tables
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

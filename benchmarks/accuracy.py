@@ -57,7 +57,7 @@ def inputs(vocab: int, dtype: str, device: str, teacher: str, offset: float, eps
 def truth(kind: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Values, the student's gradient, and what float64 leaves in doubt of each of its elements."""
     a, b = x.double().requires_grad_(), y.double()
-    values = reference.rows(kind, "logits", a, b, **DIVERGENCES[kind].parameters)
+    values = reference.rows(kind, "logits", a, b, **DIVERGENCES[kind].defaults)
     (gradient,) = torch.autograd.grad(values.sum(), a)
     # The textbook is off by roundings of logarithms, up to 300 here: by 1.4e-14 of the mass, found with 60 digits.
     # What is smaller than float32's normal numbers may be 0.

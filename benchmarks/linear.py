@@ -1,4 +1,4 @@
-"""Hidden states x head, and sparse teachers: time against the products and the bytes that there must be, and rivals.
+"""Hidden states x head, and top-k teachers: time against the products and the bytes that there must be, and rivals.
 
     python benchmarks/linear.py --out benchmarks/results/h200 [--only linear|topk|long]
 

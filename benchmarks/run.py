@@ -1,6 +1,6 @@
 """Run the reported cases on this machine and write the results as JSON.
 
-    python benchmarks/run.py --out benchmarks/results/h200 [--only host] [--path torch]
+    python benchmarks/run.py --out benchmarks/results/h200 [--only host] [--backend torch]
 
 On a CPU the allocator decides much of the time: run it as it is, and once more with memory retained
 (MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=68719476736 in the environment).
@@ -120,12 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
     parser.add_argument("--only", choices=["host", "cases", "logits"], help="one part")
-    parser.add_argument("--path", choices=["cuda", "c", "torch"], help="force a path")
+    parser.add_argument("--backend", choices=["cuda", "c", "torch"], help="force one")
     parser.add_argument("--tag", default="", help="appended to the file names")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    forced = kullback.backend(arguments.path) if arguments.path else contextlib.nullcontext()
+    forced = kullback.backend(arguments.backend) if arguments.backend else contextlib.nullcontext()
 
     def save(name: str, data: object) -> None:
         (arguments.out / f"{name}{arguments.tag}.json").write_text(json.dumps(data, indent=1) + "\n")

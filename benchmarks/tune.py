@@ -11,9 +11,10 @@ import statistics
 
 import torch
 
-from kullback.backends import cuda
 from kullback.backends.build import BuildError
-from kullback.backends.cuda import plan
+from kullback.backends.cuda import literal, plan
+from kullback.backends.cuda.launch import Launcher
+from kullback.backends.cuda.source import inlined
 from kullback.divergences import DIVERGENCES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,8 +41,7 @@ def ceiling(x: torch.Tensor, y: torch.Tensor) -> dict[tuple[int, int], float]:
     count = x.numel() * x.itemsize // 16
     result = {}
     for unroll in (1, 2, 4):
-        text = f"#define THREADS 256\n#define UNROLL {unroll}\n" + cuda.text("ceiling.cuh")
-        launcher = cuda.Launcher(text, "kullback_ceiling", 0)
+        launcher = Launcher(f"#define UNROLL {unroll}\n" + inlined("cuda/ceiling.cuh", {}), "kullback_ceiling", 0)
         for per in (4, 8):
             blocks = min(launcher.blocks, per * 132)
             time = milliseconds(lambda: launcher(blocks, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
@@ -69,32 +69,36 @@ def main() -> None:
                 row = []
                 for unroll, blocks in itertools.product((1, 2, 4), (6, 4, 3, 2)):
                     shape = plan.Shape(True, 256, 16 // dtype.itemsize, unroll, blocks)
-                    variant = cuda.Variant(
-                        kind, form, form, dtype, dtype, torch.float64, torch.float32, True, want, shape
+                    variant = literal.Variant(
+                        kind, form, form, dtype, dtype, torch.float64, torch.float32, "loss", False, True, want
                     )
                     try:
-                        launcher = cuda.Launcher(cuda.source(variant), "kullback_rows", 0)
+                        launcher = Launcher(literal.source(variant, shape), "kullback_literal", 0)
                     except BuildError:
                         continue
                     workspace = torch.zeros(launcher.blocks + 1, dtype=torch.float64, device="cuda")
-                    run = lambda: launcher(
-                        1 << 30,
-                        a.data_ptr(),
-                        b.data_ptr(),
-                        gradient.data_ptr() if want[0] else 0,
-                        0,
-                        0,
-                        0,
-                        result.data_ptr(),
-                        workspace.data_ptr(),
-                        workspace.data_ptr() + 8 * launcher.blocks,
-                        1,
-                        n * n,
-                        n * n,
-                        n * n,
-                        1 / n,
-                        next(iter(DIVERGENCES[kind].parameters.values()), 0.0),
+                    arguments = literal.Arguments(
+                        x=a.data_ptr(),
+                        y=b.data_ptr(),
+                        d_input=gradient.data_ptr() if want[0] else 0,
+                        d_target=0,
+                        row_weight=0,
+                        known=0,
+                        found=0,
+                        loss=0,
+                        total=result.data_ptr(),
+                        partial=workspace.data_ptr(),
+                        ticket=workspace.data_ptr() + 8 * launcher.blocks,
+                        rows=1,
+                        vocab=n * n,
+                        x_stride=n * n,
+                        y_stride=n * n,
+                        d_input_stride=n * n,
+                        d_target_stride=0,
+                        scale=1 / n,
+                        parameter=next(iter(DIVERGENCES[kind].defaults.values()), 0.0),
                     )
+                    run = lambda: launcher(1 << 30, *arguments)
                     time = milliseconds(run, 10)
                     truth.setdefault((kind, form, want), result.item())
                     row.append((time, f"u{unroll} b{blocks}: {time:.3f} ({launcher.blocks // 132})"))

@@ -2,7 +2,7 @@
 
     pip install 'kullback[examples]' && python examples/language_model.py
 
-A teacher of two layers learns the topics of Python's `help()`, word by word. Then two students of one layer and a
+A teacher of two layers learns the topics of Python's `help()`, token by token. Then two students of one layer and a
 third of its width: one learns from the text, one from the teacher through `kullback.linear_divergence`, which takes
 hidden states and heads and never holds the logits of a batch. Prints and draws how far each is from the teacher on
 text that none has seen. Forty seconds on two cores.
@@ -25,14 +25,14 @@ import kullback
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-CONTEXT, BATCH, WORDS = 48, 16, 4096
+CONTEXT, BATCH, VOCAB = 48, 16, 4096
 
 
 def corpus() -> Tensor:
     """The help topics as numbers: the commonest words and signs, 0 for all others."""
     text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
     words = re.findall(r"\w+|[^\w\s]|\n+", text)
-    numbers = {word: i + 1 for i, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))}
+    numbers = {word: i + 1 for i, (word, _) in enumerate(Counter(words).most_common(VOCAB - 1))}
     return torch.tensor([numbers.get(word, 0) for word in words])
 
 
@@ -41,21 +41,21 @@ class Model(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.positions = nn.Embedding(VOCAB, width), nn.Embedding(CONTEXT, width)
         layer = nn.TransformerEncoderLayer(
             width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, WORDS, bias=False)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.words(words) + self.places.weight
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.positions.weight
         return self.layers(hidden, mask=self.mask, is_causal=True)
 
 
 def batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Stretches of the text, and the words that follow each of theirs."""
+    """Stretches of the text, and the tokens that follow each of theirs."""
     starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
     stretches = text[starts + torch.arange(CONTEXT + 1)]
     return stretches[:, :-1], stretches[:, 1:]
@@ -84,35 +84,35 @@ def main() -> None:
     text = corpus()
     seen, unseen = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
 
-    def from_text(model: Model, words: Tensor, following: Tensor) -> Tensor:
-        return F.cross_entropy(model.head(model(words)).flatten(0, 1), following.flatten())
+    def from_text(model: Model, tokens: Tensor, following: Tensor) -> Tensor:
+        return F.cross_entropy(model.head(model(tokens)).flatten(0, 1), following.flatten())
 
     teacher = Model(192, 2)
     train("teacher", teacher, arguments.steps, seen, from_text)
     teacher.requires_grad_(False)
 
-    def from_teacher(model: Model, words: Tensor, following: Tensor) -> Tensor:
-        return kullback.linear_divergence(model(words), model.head.weight, teacher(words), teacher.head.weight)
+    def from_teacher(model: Model, tokens: Tensor, following: Tensor) -> Tensor:
+        return kullback.linear_divergence(model(tokens), model.head.weight, teacher(tokens), teacher.head.weight)
 
     generator = torch.Generator().manual_seed(1)
     held = [batch(unseen, generator)[0] for _ in range(4)]
 
     @torch.no_grad()
     def distance(model: Model) -> float:
-        return sum(from_teacher(model, words, words).item() for words in held) / len(held)
+        return sum(from_teacher(model, tokens, tokens).item() for tokens in held) / len(held)
 
     curves = {}
     for name, loss in (("the text", from_text), ("the teacher", from_teacher)):
         torch.manual_seed(2)
         student = Model(64, 1)
         curves[name] = train(f"student of {name}", student, arguments.steps, seen, loss, distance)
-        print(f"student of {name}: {curves[name][0][1]:.3f} -> {curves[name][-1][1]:.3f} nats a word from the teacher")
+        print(f"student of {name}: {curves[name][0][1]:.3f} -> {curves[name][-1][1]:.3f} nats a token from the teacher")
 
     figure, axes = plt.subplots(figsize=(6, 3.6))
     for (name, curve), colour in zip(curves.items(), ("tab:gray", "tab:blue"), strict=True):
         axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, color=colour, label=f"learns from {name}")
     axes.set_xlabel("steps")
-    axes.set_ylabel("KL(teacher ‖ student), nats a word")
+    axes.set_ylabel("KL(teacher ‖ student), nats a token")
     axes.set_title("Distance from the teacher on unseen text")
     axes.set_yscale("log")
     axes.legend()

@@ -1,4 +1,4 @@
-"""Samples and paths that all tests share."""
+"""What all tests share: seeds, and each backend in turn."""
 
 import contextlib
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import kullback
-from kullback import backends
-from kullback.backends import c
+from kullback.backends import build, c
 from tests import emulation
 
 
@@ -19,23 +18,23 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def kernels_build():
-    """A kernel that does not build makes a slower path take over: for users, never in a test."""
+    """A kernel that does not build makes a slower backend run: for users, never in a test."""
     yield
-    assert not backends._broken
+    assert not build.failures
 
 
-def _paths():
+def _backends():
     yield pytest.param("torch", id="torch")
     yield pytest.param("c", id="c")
     yield pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 
 
-@pytest.fixture(params=list(_paths()))
-def path(request):
-    """Each path in turn, forced; `device` is where its tensors lie. "emulated", for those who ask: CUDA's on a CPU.
+@pytest.fixture(params=list(_backends()))
+def backend(request):
+    """Each backend in turn, forced; `device` is where its tensors lie. "emulated", for those who ask: CUDA's on a CPU.
 
-    On a GPU nothing is forced, since float64 logits take the torch path there: tests/test_pytorch.py holds that
-    nothing else does.
+    On a GPU nothing is forced, since float64 logits run in torch there: tests/test_pytorch.py holds that nothing else
+    does.
     """
     if request.param == "emulated":
         with emulation.emulated(request.getfixturevalue("monkeypatch")), kullback.backend("cuda"):
@@ -53,8 +52,8 @@ def path(request):
 
 
 @pytest.fixture
-def device(path):
-    return "cuda" if path == "cuda" else "cpu"
+def device(backend):
+    return "cuda" if backend == "cuda" else "cpu"
 
 
 @pytest.fixture
@@ -70,18 +69,3 @@ def no_synchronisation():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def sample(form, shape, generator, dtype=torch.float32, scale=2.0):
-    """A random row of that form: normalised probabilities, their logarithms, or logits."""
-    logits = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
-    if form == "logits":
-        return logits.to(dtype)
-    return (logits.softmax(-1) if form == "probs" else logits.log_softmax(-1)).to(dtype)
-
-
-def relative_error(ours, truth):
-    """‖ours - truth‖ / ‖truth‖; 0 where both are 0."""
-    ours, truth = ours.detach().double().cpu(), truth.detach().double().cpu()
-    difference = (ours - truth).norm()
-    return 0.0 if difference == 0 else (difference / truth.norm()).item()

@@ -7,15 +7,10 @@ import torch
 
 FORMS = ("probs", "log_probs", "logits")
 
+# Each kind's parameter, none of them the default
 PARAMETERS = {
-    "kl": {},
-    "reverse_kl": {},
-    "jeffreys": {},
-    "jensen_shannon": {"weight": 0.3},
+    "jensen_shannon": {"beta": 0.3},
     "skew_kl": {"alpha": 0.2},
-    "total_variation": {},
-    "hellinger": {},
-    "chi2": {},
     "alpha": {"alpha": 0.7},
     "renyi": {"alpha": 0.6},
 }
@@ -28,47 +23,48 @@ def masses(x, form, temperature=1.0):
     return x.exp() if form == "log_probs" else x
 
 
-def relative_entropy(a, b):
-    """Σ a log(a/b)"""
-    present = a != 0
-    safe_a, safe_b = torch.where(present, a, 1.0), torch.where(present, b, 1.0)
-    return torch.where(present, safe_a * (safe_a.log() - safe_b.log()), 0.0).sum(-1)
+def sum_over(present, term, p, q):
+    """Σ term(p, q) over the elements that are present: of others autograd sees nothing."""
+    return torch.where(present, term(torch.where(present, p, 1.0), torch.where(present, q, 1.0)), 0.0).sum(-1)
 
 
-def overlap(p, q, a):
+def sum_of(term, p, q):
+    """Over the elements that either side has."""
+    return sum_over((p != 0) | (q != 0), term, p, q)
+
+
+def relative_entropy(p, q):
+    """Σ p log(p/q)"""
+    return sum_over(p != 0, lambda p, q: p * (p.log() - q.log()), p, q)
+
+
+def chernoff(p, q, a):
     """Σ p^a q^(1-a)"""
-    present = (p > 0) & (q > 0)
-    safe_p, safe_q = torch.where(present, p, 1.0), torch.where(present, q, 1.0)
-    return torch.where(present, safe_p**a * safe_q ** (1 - a), 0.0).sum(-1)
+    return sum_over((p > 0) & (q > 0), lambda p, q: p**a * q ** (1 - a), p, q)
 
 
-def rows(kind, p, q, weight=0.5, alpha=None):
+def jensen_shannon(p, q, beta=0.5):
+    m = beta * p + (1 - beta) * q
+    return beta * relative_entropy(p, m) + (1 - beta) * relative_entropy(q, m)
+
+
+TEXTBOOK = {
+    "kl": relative_entropy,
+    "reverse_kl": lambda p, q: relative_entropy(q, p),
+    "jeffreys": lambda p, q: relative_entropy(p, q) + relative_entropy(q, p),
+    "jensen_shannon": jensen_shannon,
+    "skew_kl": lambda p, q, alpha: relative_entropy(p, alpha * p + (1 - alpha) * q),
+    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
+    "hellinger": lambda p, q: sum_of(lambda p, q: (p.sqrt() - q.sqrt()).square() / 2, p, q),
+    "chi2": lambda p, q: sum_of(lambda p, q: (p - q).square() / q, p, q),
+    "alpha": lambda p, q, alpha: (1 - chernoff(p, q, alpha)) / (alpha * (1 - alpha)),
+    "renyi": lambda p, q, alpha: chernoff(p, q, alpha).log() / (alpha - 1),
+}
+
+
+def rows(kind, p, q, **parameters):
     """The divergence of each row."""
-    if kind == "kl":
-        return relative_entropy(p, q)
-    if kind == "reverse_kl":
-        return relative_entropy(q, p)
-    if kind == "jeffreys":
-        return relative_entropy(p, q) + relative_entropy(q, p)
-    if kind == "jensen_shannon":
-        m = weight * p + (1 - weight) * q
-        return weight * relative_entropy(p, m) + (1 - weight) * relative_entropy(q, m)
-    if kind == "skew_kl":
-        return relative_entropy(p, alpha * p + (1 - alpha) * q)
-    if kind == "total_variation":
-        return (p - q).abs().sum(-1) / 2
-    if kind == "hellinger":
-        return (p.sqrt() - q.sqrt()).square().sum(-1) / 2
-    if kind == "chi2":
-        return ((p - q).square() / q).sum(-1)
-    if kind == "alpha":
-        return (1 - overlap(p, q, alpha)) / (alpha * (1 - alpha))
-    if kind == "renyi":
-        return overlap(p, q, alpha).log() / (alpha - 1)
-    raise ValueError(kind)
-
-
-SMOOTH = [kind for kind in PARAMETERS if kind != "total_variation"]  # at p = q
+    return TEXTBOOK[kind](p, q, **parameters)
 
 
 def divergence(x, y, kind, form="logits", target_form=None, temperature=1.0, target_temperature=None, **parameters):

@@ -1,6 +1,6 @@
 """What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [literal] [sparse] [linear]
+    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [literal] [topk] [linear]
 
 Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
 """
@@ -13,7 +13,7 @@ import torch
 import kullback
 
 # Without a GPU it runs all the same, and shows that it does.
-DEVICE, PATH = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
+DEVICE, BACKEND = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
 KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # On chip, in clusters of eight blocks, four and one; streamed; short. All odd.
@@ -33,7 +33,7 @@ def check(loss, *inputs):
 
 
 def rows(vocab, dtypes, padding=(0, 0)):
-    """Far, close, close with far words, masked on both sides and on one, of one word; parts of longer rows."""
+    """Far, close, close with far tokens, masked on both sides and on one, of one token; parts of longer rows."""
     y = 3 * randn(8, vocab)
     noise = randn(8, vocab) * torch.tensor([1, 1, 0.03, 0.03, 1, 1, 1, 1e-3], device=DEVICE)[:, None]
     noise[3, ::50] *= 30
@@ -84,7 +84,7 @@ def literal():
         check(kullback.divergence(a, y.to(dtype)[1:, vocab // 2 :], "kl", form=form), a)
 
 
-def sparse():
+def topk():
     forms, tails = ("log_probs", "probs", "logits"), ("bucket", "renormalize", "zero")
     for dtype, form, tail in itertools.product(DTYPES, forms, tails):
         if form == "logits" and tail == "bucket":
@@ -108,9 +108,9 @@ def linear():
 
 
 if __name__ == "__main__":
-    parts = {"logits": logits, "literal": literal, "sparse": sparse, "linear": linear}
+    parts = {"logits": logits, "literal": literal, "topk": topk, "linear": linear}
     torch.manual_seed(0)
-    with kullback.backend(PATH):
+    with kullback.backend(BACKEND):
         for name in sys.argv[1:] or parts:
             parts[name]()
             print(f"{name}: done on {DEVICE}, {kullback.backend_info().name}")

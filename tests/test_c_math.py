@@ -1,4 +1,4 @@
-"""The C path's elementary functions, in units in the last place, against many digits; and its 16-bit types."""
+"""The C backend's elementary functions, in units in the last place, against many digits; and its 16-bit types."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ from kullback.backends import build
 from kullback.backends.c import compile
 
 FUNCTIONS = ("exp", "log", "expm1", "log1p")
-# The issue asks 1 ulp of log and exp; the others are what their users need.
+# In ulps: of exp and log as a libm has them; the others are what their users need.
 BUDGET = {"exp": 1.0, "log": 1.0, "expm1": 4.0, "log1p": 3.0}
 
 
@@ -22,12 +22,12 @@ def library(request):
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
             compile.library(),
-            (compile.HERE / "apart.h").read_text() if not double else "#define power_of_2(x) exp2(x)",
+            (compile.HERE / "fast.h").read_text() if not double else "#define ex2(x) exp2(x)",
             "void apply_exp2(const real *x, real *y, int64_t n)",
-            "{ for (int64_t i = 0; i < n; i++) y[i] = power_of_2(x[i]); }",
+            "{ for (int64_t i = 0; i < n; i++) y[i] = ex2(x[i]); }",
             *(
                 f"void apply_{name}(const real *x, real *y, int64_t n)"
-                f"{{ for (int64_t i = 0; i < n; i++) y[i] = k_{name}(x[i]); }}"
+                f"{{ for (int64_t i = 0; i < n; i++) y[i] = safe_{name}(x[i]); }}"
                 for name in FUNCTIONS
             ),
             "void halves(const float *x, uint16_t *b, uint16_t *h, int64_t n)",

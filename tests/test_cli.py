@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kullback
 from kullback import kernelbench
 from kullback.cli.commands import app
-from kullback.divergences import DIVERGENCES
+from tests.kinds import KINDS
 
 run = lambda *arguments: CliRunner().invoke(app, arguments)
 
@@ -26,17 +26,17 @@ def test_help_teaches():
         assert len(result.output.splitlines()) > 5
 
 
-def test_info_names_every_path_and_the_cache():
+def test_info_names_every_backend_and_the_cache():
     output = run("info").output
-    for word in ("torch", "path cuda", "path c", "path torch", "cache", "kernels"):
+    for word in ("torch", "backend cuda", "backend c", "backend torch", "cache", "kernels"):
         assert word in output
 
 
-@pytest.mark.parametrize("kind", list(DIVERGENCES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_show_prints_the_functor(kind):
     result = run("show", kind, "--form", "logits")
     assert result.exit_code == 0
-    assert "INLINE Element k_element" in result.output
+    assert "INLINE Element safe_element" in result.output
 
 
 def test_show_names_what_is_unknown():
@@ -48,7 +48,7 @@ def test_show_names_what_is_unknown():
 def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch):
     from kullback.cli import check, reference
 
-    monkeypatch.setattr(check, "paths", lambda: ["torch"])
+    monkeypatch.setattr(check, "available", lambda: ["torch"])
     monkeypatch.setattr(check, "SHAPES", [(5, 33)])
     result = run("check")
     assert result.exit_code == 0, result.output
@@ -107,6 +107,37 @@ def test_without_its_extra_the_command_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs typer: pip install 'kullback[cli]'" in done.stderr
+
+
+WITHOUT_MATPLOTLIB = (
+    "import importlib.util as u, sys; f = u.find_spec\n"
+    "u.find_spec = lambda n, *a: None if n == 'matplotlib' else f(n, *a)\n"
+    "sys.modules['matplotlib'] = None\n"
+    "from kullback.cli import main; main()"
+)
+
+
+@pytest.mark.parametrize("command", ["info", "show kl", "export kernelbench", "check --help"])
+def test_only_plots_need_matplotlib(command):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MATPLOTLIB, *command.split()], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plot_without_matplotlib_is_refused_before_any_work(tmp_path):
+    arguments = ["bench", "--plot", str(tmp_path / "plot.png")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MATPLOTLIB, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "kullback[plot]" in done.stderr
+
+
+def test_python_m():
+    done = subprocess.run([sys.executable, "-m", "kullback", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "check" in done.stdout
 
 
 def test_export_writes_a_file(tmp_path):

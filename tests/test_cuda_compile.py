@@ -3,191 +3,289 @@
 The budget is what was committed: `python -m tests.test_cuda_compile` writes it anew.
 """
 
+import concurrent.futures
 import io
 import itertools
 import json
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from kullback.backends import cuda
-from kullback.backends.cuda import logits, plan, support
-from kullback.divergences import DIVERGENCES
-from kullback.rows import NUMBERS, Problem
-from tests import oracle
+from kullback.backends.build import BuildError
+from kullback.backends.cuda import literal, logits, plan, scale, topk
+from kullback.backends.cuda.launch import compile_cubin
+from kullback.backends.cuda.source import HERE, inlined
+from kullback.backends.printer import print_functor, print_layout, print_slopes
+from kullback.formula import TENSOR
+from kullback.problem import Problem, Side
+from kullback.work import Verb
+from tests import kinds
+from tests.kinds import KINDS
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 BUDGET = Path(__file__).with_name("registers.json")
 PAIRS = [*itertools.product(("probs", "log_probs"), repeat=2)]
+MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NONE, INPUT, BOTH = (False, False), (True, False), (True, True)
-# what is asked for: (flat, lanes, sum, gradients); the last is one that no smaller variant spills before
-MODES = {
-    "total": (True, plan.THREADS, True, NONE),
-    "total and gradient": (True, plan.THREADS, True, INPUT),
-    "rows": (False, plan.THREADS, True, NONE),
-    "short rows": (False, 32, True, NONE),
-    "single elements": (False, 1, True, NONE),
-    "gradients of rows": (False, plan.THREADS, False, BOTH),
-    "gradients of short rows": (False, 8, False, BOTH),
-    "rows and both gradients": (False, plan.THREADS, True, BOTH),
+
+
+class Literal(NamedTuple):
+    """What is asked of rows whose elements stand alone."""
+
+    flat: bool
+    lanes: int
+    wants: tuple[bool, bool]
+    verb: Verb = "loss"
+    known: bool = False
+
+
+class Logits(NamedTuple):
+    """What is asked of rows of logits."""
+
+    vocab: int
+    fits: bool  # whether rows can stay on chip
+    wants: tuple[bool, bool]
+    verb: Verb = "loss"
+    known: bool = False
+    capped: bool = False
+
+
+LITERAL = {
+    "total": Literal(True, plan.THREADS, NONE),
+    "total and gradient": Literal(True, plan.THREADS, INPUT),
+    "rows": Literal(False, plan.THREADS, NONE),
+    "short rows": Literal(False, 32, NONE),
+    "single elements": Literal(False, 1, NONE),
+    "gradients of rows": Literal(False, plan.THREADS, BOTH, "gradient"),
+    "gradients of short rows": Literal(False, 8, BOTH, "gradient"),
+    "rows and both gradients": Literal(False, plan.THREADS, BOTH),  # no smaller variant spills before it
+    "gradients of known rows": Literal(False, plan.THREADS, BOTH, "gradient", known=True),
+    "sums": Literal(False, plan.THREADS, NONE, "accumulate"),
 }
+LOGITS = {
+    "total and gradient": Logits(128256, True, INPUT),
+    "short rows": Logits(1000, False, NONE),
+    "short rows, total and gradient": Logits(1000, False, INPUT),
+    "short rows, both gradients": Logits(1000, False, BOTH),
+    "rows": Logits(8192, True, NONE),
+    "both gradients of streamed rows": Logits(262144, False, BOTH),
+    "gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True),
+    "total and both gradients": Logits(50257, True, BOTH),
+    "capped, total and both gradients": Logits(32000, True, BOTH, capped=True),
+    "capped short rows": Logits(1000, False, BOTH, capped=True),
+    "statistics": Logits(32000, True, NONE, "statistics"),
+    "statistics of short rows": Logits(1000, False, NONE, "statistics"),
+    "sums": Logits(32000, False, NONE, "accumulate"),
+    "sums of short rows": Logits(1000, False, NONE, "accumulate"),
+}
+ON_CHIP = {name for name, mode in LOGITS.items() if mode.fits}
 
 
-def variant(kind, form, target_form, dtype, mode, target_dtype=None):
-    flat, lanes, want_sum, want = MODES[mode]
-    y = target_dtype or dtype
-    shape = plan.shape(lanes, flat, dtype, y, sum(want))
-    loss = torch.promote_types(dtype, torch.float32)
-    return cuda.Variant(kind, form, target_form, dtype, y, torch.float64, loss, want_sum, want, shape)
+class Case(NamedTuple):
+    arch: str
+    kind: str
+    form: str
+    target_form: str
+    dtype: torch.dtype
+    mode: str
+    target_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        dtypes = str(self.dtype)[6:] + ("" if self.target_dtype is None else f"/{str(self.target_dtype)[6:]}")
+        return f"{self.arch} {self.kind} {self.form}/{self.target_form} {dtypes} {self.mode}"
+
+    @property
+    def has_logits(self) -> bool:
+        return "logits" in (self.form, self.target_form)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """A flat sum needs a finish that is the identity, and a known state one that is not linear."""
+        formula = Problem(self.kind, Side(self.form), Side(self.target_form)).formula
+        if "total" in self.mode:
+            return formula.finish_is_identity
+        return self.mode != "gradients of known rows" or not formula.finish_is_linear
+
+    def literal_shape(self) -> plan.Shape:
+        mode = LITERAL[self.mode]
+        return plan.shape(mode.lanes, mode.flat, self.dtype, self.target_dtype or self.dtype, sum(mode.wants))
+
+    def source(self) -> str:
+        x, y = self.dtype, self.target_dtype or self.dtype
+        if not self.has_logits:
+            mode = LITERAL[self.mode]
+            loss = torch.promote_types(x, torch.float32)
+            variant = literal.Variant(
+                *self[1:4],
+                *(x, y, torch.float64, loss),
+                verb=mode.verb,
+                known=mode.known,
+                has_outputs=mode.verb != "gradient",
+                wants=mode.wants,
+            )
+            return literal.source(variant, self.literal_shape())
+        mode = LOGITS[self.mode]
+        side = lambda form: Side(form, softcap=float(mode.capped))
+        problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
+        is_streamed = mode.known or mode.verb == "accumulate"
+        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, mode.fits).shape
+        assert shape.resident == mode.fits
+        variant = logits.Variant(
+            *self[1:4],
+            *(x, y, torch.float64, torch.float32),
+            verb=mode.verb,
+            known=mode.known,
+            has_outputs=mode.verb != "gradient",
+            wants=mode.wants,
+            capped=(mode.capped, mode.capped),
+        )
+        return logits.source(variant, shape)
 
 
 def registers(source, arch):
     log = io.StringIO()
-    cuda.compile_cubin(source, arch, ("-v", "-warn-spills", "-Werror"), log)
+    compile_cubin(source, arch, ("-v", "-warn-spills", "-Werror"), log)
     return max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
 
 
-def name(arch, kind, form, target_form, dtype, mode, target_dtype=None):
-    dtypes = str(dtype)[6:] if target_dtype is None else f"{str(dtype)[6:]}/{str(target_dtype)[6:]}"
-    return f"{arch} {kind} {form}/{target_form} {dtypes} {mode}"
+def registers_of(case):
+    return registers(case.source(), case.arch)
 
 
-def quick():
+def literal_cases():
     """A covering choice: every architecture with every kind and pair, every kind with every dtype and mode."""
-    for arch, kind, pair in itertools.product(ARCHITECTURES, DIVERGENCES, PAIRS):
+    for arch, kind, pair in itertools.product(ARCHITECTURES, KINDS, PAIRS):
         if pair[0] == pair[1] or arch == "sm_90a":
-            yield arch, kind, *pair, torch.float32, "rows and both gradients"
-    for kind, dtype, mode in itertools.product(DIVERGENCES, DTYPES, MODES):
-        if dtype in (torch.float32, torch.bfloat16) or mode in (
-            "total and gradient",
-            "rows and both gradients",
+            yield Case(arch, kind, *pair, torch.float32, "rows and both gradients")
+    for kind, dtype, mode in itertools.product(KINDS, DTYPES, LITERAL):
+        if dtype in (torch.float32, torch.bfloat16) or mode in ("total and gradient", "rows and both gradients"):
+            yield Case("sm_90a", kind, "probs", "probs", dtype, mode)
+
+
+def logits_cases():
+    """A covering choice: every kind, every mode with and without moments, every architecture."""
+    for kind, mode in itertools.product(KINDS, LOGITS):
+        if kind in ("kl", "jensen_shannon") or mode == "total and gradient" or (kind == "renyi" and "short" in mode):
+            yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
+    for arch, mode in itertools.product(ARCHITECTURES, LOGITS):
+        if mode not in ON_CHIP or arch in ("sm_90a", "sm_100a"):
+            yield Case(arch, "jensen_shannon", "logits", "logits", torch.float32, mode)
+    for pair in MIXED_PAIRS:
+        for mode in ("total and both gradients", "statistics", "sums"):
+            yield Case("sm_90a", "alpha", *pair, torch.float16, mode)
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        for kind, mode in (
+            ("skew_kl", "short rows, both gradients"),
+            ("renyi", "capped short rows"),
+            ("jensen_shannon", "total and gradient"),
+            ("kl", "short rows, total and gradient"),
+            ("renyi", "short rows, total and gradient"),
         ):
-            yield "sm_90a", kind, "probs", "probs", dtype, mode
+            yield Case("sm_90a", kind, "logits", "logits", dtypes[0], mode, dtypes[1])
+    yield Case("sm_90a", "skew_kl", "logits", "logits", torch.float16, "capped short rows")
 
 
-def everything():
-    return itertools.starmap(
-        lambda arch, kind, pair, dtype, mode: (arch, kind, *pair, dtype, mode),
-        itertools.product(ARCHITECTURES, DIVERGENCES, PAIRS, DTYPES, MODES),
-    )
+def every_case():
+    """Of logits every kind in every mode on sm_90a, in both of the dtypes that differ in code."""
+    for arch, kind, pair, dtype, mode in itertools.product(ARCHITECTURES, KINDS, PAIRS, DTYPES, LITERAL):
+        yield Case(arch, kind, *pair, dtype, mode)
+    for kind, mode, dtype in itertools.product(KINDS, LOGITS, (torch.bfloat16, torch.float32)):
+        yield Case("sm_90a", kind, "logits", "logits", dtype, mode)
 
 
-def is_asked_for(case):
-    """A flat sum needs a finish that is the identity; the driver never asks for another."""
-    _, kind, form, target_form, _, mode = case
-    return "total" not in mode or Problem(kind, form, target_form).formula.finish_is_identity
+def asked_for(cases):
+    return [case for case in dict.fromkeys(cases) if case.has_logits or case.is_asked_for]
+
+
+QUICK = asked_for(itertools.chain(literal_cases(), logits_cases()))
 
 
 def check(case):
-    arch, *rest = case
-    used = registers(cuda.source(variant(*rest)), arch)
-    budget = json.loads(BUDGET.read_text())
-    key = name(*case)
-    # what was never measured may use what its launch bounds leave
-    assert used <= budget.get(key, 65536 // plan.THREADS // variant(*rest).shape.min_blocks), key
+    used = registers_of(case)
+    # What was never measured may use what its launch bounds leave.
+    most = 168 if case.has_logits else 65536 // plan.THREADS // case.literal_shape().min_blocks
+    assert used <= json.loads(BUDGET.read_text()).get(case.name, most)
 
 
-@pytest.mark.parametrize("case", [*filter(is_asked_for, dict.fromkeys(quick()))], ids=lambda c: name(*c))
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_compiles_within_its_registers(case):
     check(case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [*filter(is_asked_for, everything())], ids=lambda c: name(*c))
+@pytest.mark.parametrize("case", asked_for(every_case()), ids=lambda case: case.name)
 def test_every_instantiation(case):
     check(case)
 
 
-# vocabulary, whether rows can stay on chip, whether their states are known, sum, gradients
-LOGITS_MODES = {
-    "total and gradient": (128256, True, False, True, INPUT),
-    "short rows": (1000, False, False, True, NONE),
-    "short rows, total and gradient": (1000, False, False, True, INPUT),
-    "short rows, both gradients": (1000, False, False, True, BOTH),
-    "rows": (8192, True, False, True, NONE),
-    "both gradients of streamed rows": (262144, False, False, True, BOTH),
-    "gradients of known rows": (128256, False, True, False, BOTH),
-    "total and both gradients": (50257, True, False, True, BOTH),
-    "capped, total and both gradients": (32000, True, False, True, BOTH),
-    "capped short rows": (1000, False, False, True, BOTH),
-}
-MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
-
-
-def logits_variant(kind, form, target_form, dtype, mode, target_dtype=None):
-    vocab, fits, known, want_sum, want = LOGITS_MODES[mode]
-    capped = ("capped" in mode,) * 2
-    problem = Problem(kind, form, target_form, (1.0, 1.0, *map(float, capped), 0.0, *oracle.PARAMETERS[kind].values()))
-    y = target_dtype or dtype
-    shape = logits.layout(problem, vocab, dtype, y, want, known, fits).shape
-    assert shape.resident == fits
-    return logits.Variant(
-        kind, form, target_form, dtype, y, torch.float64, torch.float32, want_sum, want, capped, shape
-    )
-
-
-def every_logits():
-    """Every kind in every mode on sm_90a, in both of the dtypes that differ in code."""
-    for kind, mode, dtype in itertools.product(DIVERGENCES, LOGITS_MODES, (torch.bfloat16, torch.float32)):
-        yield "sm_90a", kind, "logits", "logits", dtype, mode
-
-
-def quick_logits():
-    """A covering choice: every kind, every mode with and without moments, every architecture."""
-    for kind, mode in itertools.product(DIVERGENCES, LOGITS_MODES):
-        if kind in ("kl", "jensen_shannon") or mode == "total and gradient" or (kind == "renyi" and "short" in mode):
-            yield "sm_90a", kind, "logits", "logits", torch.bfloat16, mode
-    for arch, mode in itertools.product(ARCHITECTURES, LOGITS_MODES):
-        resident = LOGITS_MODES[mode][1]
-        if not resident or arch in ("sm_90a", "sm_100a"):
-            yield arch, "jensen_shannon", "logits", "logits", torch.float32, mode
-    for pair in MIXED_PAIRS:
-        yield "sm_90a", "alpha", *pair, torch.float16, "total and both gradients"
-    for dtype, target_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
-        yield "sm_90a", "skew_kl", "logits", "logits", dtype, "short rows, both gradients", target_dtype
-        yield "sm_90a", "renyi", "logits", "logits", dtype, "capped short rows", target_dtype
-        yield "sm_90a", "jensen_shannon", "logits", "logits", dtype, "total and gradient", target_dtype
-        for kind in ("kl", "renyi"):
-            yield "sm_90a", kind, "logits", "logits", dtype, "short rows, total and gradient", target_dtype
-    yield "sm_90a", "skew_kl", "logits", "logits", torch.float16, "capped short rows"
-
-
-@pytest.mark.parametrize("case", [*quick_logits()], ids=lambda c: name(*c))
-def test_logits_compile_within_their_registers(case):
-    arch, *rest = case
-    used = registers(logits.source(logits_variant(*rest)), arch)
-    assert used <= json.loads(BUDGET.read_text()).get(name(*case), 168)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [*every_logits()], ids=lambda c: name(*c))
-def test_every_instantiation_for_logits(case):
-    test_logits_compile_within_their_registers(case)
+def test_every_kernel_has_a_budget():
+    assert json.loads(BUDGET.read_text()).keys() == {case.name for case in QUICK}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_mixed_dtypes_and_helpers(arch):
-    registers(cuda.source(variant("kl", "probs", "probs", torch.bfloat16, "rows", torch.float32)), arch)
-    registers(cuda.source(variant("kl", "probs", "probs", torch.float64, "rows", torch.float16)), arch)
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float64, torch.float16)):
+        registers(Case(arch, "kl", "probs", "probs", dtypes[0], "rows", dtypes[1]).source(), arch)
     for dtype, factor in itertools.product(DTYPES, (torch.float32, torch.float64)):
-        registers(cuda.scale_source(dtype, factor), arch)
+        registers(scale.source(dtype, factor), arch)
     for dtype in DTYPES:
-        registers(support.source(dtype, "logits", False), arch)
+        registers(topk.source(dtype, "logits", False), arch)
+        registers(topk.entries_source(dtype, "log_probs"), arch)
         if arch == "sm_90a":
-            registers(support.source(dtype, "logits", True), arch)
-            registers(support.source(dtype, "log_probs", False), arch)
-            registers(support.source(dtype, "probs", False), arch)
-    ceiling = f"#define THREADS {plan.THREADS}\n#define UNROLL 4\n" + cuda.text("ceiling.cuh")
-    registers(ceiling, arch)
+            registers(topk.source(dtype, "logits", True), arch)
+            registers(topk.source(dtype, "log_probs", False), arch)
+            registers(topk.source(dtype, "probs", False), arch)
+    registers(inlined("cuda/ceiling.cuh", {}), arch)
+
+
+HEADERS = sorted(str(path.relative_to(HERE.parent)) for path in HERE.rglob("*.cuh"))
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_every_file_compiles_by_itself(name):
+    """As an editor opens it: with what it includes and nothing before it."""
+    compile_cubin(inlined(name, {}), "sm_90a")
+
+
+def test_only_one_file_has_assembly():
+    assert [name for name in HEADERS if "asm" in (HERE.parent / name).read_text()] == ["cuda/ptx.cuh"]
+
+
+def test_the_stand_in_for_a_functor_declares_what_is_printed():
+    """So that an editor knows the names: structs, functions and macros."""
+    declared = (HERE / "functor.cuh").read_text()
+    printed = print_layout() + print_functor("alpha", "logits", "logits", ("safe_", "fast_", "stable_"))
+    printed += print_functor("kl", "probs", "probs", ("safe_", "in_range_")) + print_slopes("jensen_shannon")
+    names = lambda pattern, text: set(re.findall(pattern, text, re.M))
+    for pattern in (r"^#define (\w+)", r"^(?:typedef struct \{.*)?\} (\w+);", r"^INLINE \w+ (\w+)\("):
+        assert names(pattern, declared) == names(pattern, printed)
+    enums = lambda text: [re.sub(r"\s+|= \d", "", found) for found in re.findall(r"enum \{(.*?)\}", text, re.S)]
+    assert enums(declared) == enums(print_layout())
+
+
+# What is printed as an operator, and what lowering.py leaves to no kernel, or to those of logits
+INFIX = {"add", "sub", "mul", "div", "neg", "lt", "where"}
+LOWERED = {"geometric_mean", "log_fraction"}
+OF_LOGITS = {"mixture", "logit_mass", "logit_difference"}
+
+
+@pytest.mark.parametrize("prefix", ["safe_", "in_range_", "fast_", "stable_"])
+def test_every_operation_exists_under_every_prefix(prefix):
+    """A kind may use any of the vocabulary in any form."""
+    text = inlined("cuda/logits/fast_math.cuh", {}) + inlined("cuda/math.cuh", {})
+    wanted = TENSOR.keys() - INFIX - LOWERED - (OF_LOGITS if prefix == "in_range_" else set())
+    assert wanted <= set(re.findall(rf"\b{prefix}(\w+)", text))
 
 
 def test_a_spill_is_an_error():
-    source = cuda.source(variant("renyi", "probs", "probs", torch.float32, "rows and both gradients"))
-    with pytest.raises(cuda.BuildError, match="spill"):
+    source = Case("sm_90a", "renyi", "probs", "probs", torch.float32, "rows and both gradients").source()
+    with pytest.raises(BuildError, match="spill"):
         registers(source.replace("#define MIN_BLOCKS 2", "#define MIN_BLOCKS 8"), "sm_90a")
 
 
@@ -197,40 +295,41 @@ def test_a_spill_is_an_error():
     "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
 )
 def test_rows_on_chip_fit(vocab, dtypes, both):
-    """The ring holds a row's share, its barriers can tell its turns apart, and the block its memory."""
+    """The pipeline holds a row's slice, its barriers can tell its rounds apart, and the block its memory."""
     x, y = dtypes
     layout = plan.logits(vocab, x, y, both, False, True)
     if not layout.shape.resident:
         assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > 190 << 10
         return
-    held = layout.slots * layout.slot_vectors * layout.shape.width
-    assert held * x.itemsize <= layout.shape.to_y
-    assert layout.shape.to_y + held * y.itemsize <= layout.mail < layout.barriers < layout.shared
-    assert layout.shape.to_y % 128 == layout.mail % 8 == layout.barriers % 8 == 0
-    assert layout.slots <= plan.MOST_SLOTS
-    assert layout.share * layout.cluster >= vocab // layout.shape.width
-    pieces = -(-layout.share // layout.slot_vectors)
-    assert pieces <= layout.slots
-    assert (layout.shape.groups - 1) * pieces < layout.slots
+    kept = layout.stages * layout.tile_vectors * layout.shape.width
+    assert kept * x.itemsize <= layout.shape.y_offset
+    assert layout.shape.y_offset + kept * y.itemsize <= layout.exchange_offset < layout.barrier_offset < layout.shared
+    assert layout.shape.y_offset % 128 == layout.exchange_offset % 8 == layout.barrier_offset % 8 == 0
+    assert layout.stages <= plan.MAX_STAGES
+    assert layout.slice_vectors * layout.cluster >= vocab // layout.shape.width
+    tiles = -(-layout.slice_vectors // layout.tile_vectors)
+    assert tiles <= layout.stages
+    assert (layout.shape.groups - 1) * tiles < layout.stages
     assert layout.shared <= plan.SHARED - plan.STATIC_BYTES
     assert layout.shape.threads <= 544
-    turns = -(-layout.share // layout.shape.lanes)
+    threads = layout.shape.threads_per_row
+    turns = -(-layout.slice_vectors // threads)
     assert turns <= 32  # a thread has a bit for each vector
-    last = layout.share - (pieces - 1) * layout.slot_vectors
-    assert turns == (pieces - 1) * -(-layout.slot_vectors // layout.shape.lanes) + -(-last // layout.shape.lanes)
+    last = layout.slice_vectors - (tiles - 1) * layout.tile_vectors
+    assert turns == (tiles - 1) * -(-layout.tile_vectors // threads) + -(-last // threads)
 
 
-def test_slopes_are_kept_where_half_precision_holds_them():
-    def keeps(kind, *parameters, dtype=torch.bfloat16):
-        problem = Problem(kind, "logits", "logits", (*NUMBERS, *parameters))
-        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, True).shape.keeps_slopes
+def test_slopes_are_cached_where_half_precision_holds_them():
+    def caches(kind, *parameter, dtype=torch.bfloat16):
+        problem = Problem(kind, Side("logits"), Side("logits"), *parameter)
+        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, True).shape.caches_slopes
 
-    assert keeps("total_variation")
-    assert all(keeps("jensen_shannon", weight) for weight in (0.001, 0.5, 0.999))
-    assert all(keeps("skew_kl", alpha) for alpha in (1e-4, 0.1, 0.99))
-    assert not any(keeps("skew_kl", alpha) for alpha in (0.0, 1e-7, 1e-5))  # a slope may be -1/alpha
-    assert not keeps("jensen_shannon", 0.5, dtype=torch.float16)
-    assert not keeps("kl")
+    assert caches("total_variation")
+    assert all(caches("jensen_shannon", beta) for beta in (0.001, 0.5, 0.999))
+    assert all(caches("skew_kl", alpha) for alpha in (1e-4, 0.1, 0.99))
+    assert not any(caches("skew_kl", alpha) for alpha in (0.0, 1e-7, 1e-5))  # a slope may be -1/alpha
+    assert not caches("jensen_shannon", 0.5, dtype=torch.float16)
+    assert not caches("kl")
 
 
 def test_lanes_grow_with_the_row():
@@ -238,12 +337,14 @@ def test_lanes_grow_with_the_row():
     assert lanes == [1, 8, 8, 32, 32, plan.THREADS, plan.THREADS]
 
 
-if __name__ == "__main__":
-    cases = [*filter(is_asked_for, dict.fromkeys(quick()))]
+def write_budget():
     table = {}
-    for i, case in enumerate(cases):
-        table[name(*case)] = registers(cuda.source(variant(*case[1:])), case[0])
-        print(f"\r{i + 1}/{len(cases)}", end="", file=sys.stderr)
-    for case in quick_logits():
-        table[name(*case)] = registers(logits.source(logits_variant(*case[1:])), case[0])
+    with concurrent.futures.ProcessPoolExecutor() as pool:
+        for i, (case, used) in enumerate(zip(QUICK, pool.map(registers_of, QUICK), strict=True)):
+            table[case.name] = used
+            print(f"\r{i + 1}/{len(QUICK)}", end="", file=sys.stderr)
     BUDGET.write_text(json.dumps(table, indent=0, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    write_budget()

@@ -1,5 +1,8 @@
 """Laws that every divergence keeps, on its formula alone."""
 
+import itertools
+import math
+
 import mpmath
 import pytest
 import torch
@@ -7,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kullback.divergences import DIVERGENCES, Element, Moments, Pair
-from tests import oracle
+from kullback.problem import Problem, Side
+from tests import kinds, oracle
+from tests.kinds import KINDS
 
-KINDS = list(DIVERGENCES)
+
+def pair(log_p, log_q, centred=False):
+    ratio = log_p - log_q
+    p, q = log_p.exp(), log_q.exp()
+    return Pair(p, q, ratio, torch.where(ratio.abs() < 0.5, p * torch.expm1(-ratio), q - p), centred)
 
 
 def element(kind, log_p, log_q, centred=False):
-    ratio = log_p - log_q
-    p, q = log_p.exp(), log_q.exp()
-    excess = torch.where(ratio.abs() < 0.5, p * torch.expm1(-ratio), q - p)
-    return DIVERGENCES[kind].element(Pair(p, q, ratio, excess, centred), **oracle.PARAMETERS[kind])
+    return kinds.element(kind, pair(log_p, log_q, centred))
 
 
 def random_rows(spread=2.0, rows=20, vocab=50, normalised=True):
@@ -48,51 +54,41 @@ def test_partials_are_the_derivatives_of_the_term(kind, centred, spread):
         torch.testing.assert_close(ours, truth, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation"])
-@pytest.mark.parametrize("spread", [0.05, 1.0, 4.0])
-def test_slopes_times_masses_are_the_partials(kind, spread):
-    log_p, log_q = random_rows(spread)
-    e = element(kind, log_p, log_q, centred=True)
-    slope_p = e.slope_p + e.lean * e.slope_q
-    torch.testing.assert_close(slope_p * log_p.exp(), e.d_log_p, rtol=1e-10, atol=1e-13)
-    torch.testing.assert_close(e.slope_q * log_q.exp(), e.d_log_q, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_finish_slope_is_its_derivative(kind):
+def test_derivative_of_a_finish(kind):
     log_p, log_q = random_rows()
     e = element(kind, log_p, log_q)
     total = e.term.sum(-1).requires_grad_()
     finish = e.finish(total)
     (truth,) = torch.autograd.grad(finish.loss.sum(), total)
-    torch.testing.assert_close(torch.as_tensor(finish.slope).expand_as(truth).double(), truth)
+    torch.testing.assert_close(torch.as_tensor(finish.derivative).expand_as(truth).double(), truth)
 
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_agrees_with_the_textbook(kind, centred):
     log_p, log_q = random_rows()
-    truth = oracle.rows(kind, log_p.exp(), log_q.exp(), **oracle.PARAMETERS[kind])
+    truth = oracle.rows(kind, log_p.exp(), log_q.exp(), **kinds.parameters(kind))
     torch.testing.assert_close(finished(kind, log_p, log_q, centred), truth, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("alpha", "renyi")])
+@pytest.mark.parametrize("kind", KINDS)
 def test_literal_on_unnormalised_rows(kind):
     log_p, log_q = random_rows(normalised=False)
-    truth = oracle.rows(kind, log_p.exp(), log_q.exp(), **oracle.PARAMETERS[kind])
+    truth = oracle.rows(kind, log_p.exp(), log_q.exp(), **kinds.parameters(kind))
     torch.testing.assert_close(finished(kind, log_p, log_q, False), truth, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if DIVERGENCES[k].of_moments])
+@pytest.mark.parametrize("kind", kinds.WITH_MOMENTS)
 def test_sums_follow_from_the_moments(kind):
     log_p, log_q = random_rows()
-    ratio, parameters = log_p - log_q, oracle.PARAMETERS[kind]
+    ratio = log_p - log_q
     moments = Moments(
         (log_p.exp() * ratio).sum(-1),
         (log_q.exp() * ratio).sum(-1),
         lambda a: (a * log_p + (1 - a) * log_q).exp().sum(-1),
     )
-    sums = DIVERGENCES[kind].of_moments(moments, **parameters)
+    sums = DIVERGENCES[kind].moments(moments, *kinds.values(kind))
     whole = element(kind, log_p, log_q, centred=True)
     for ours, truth in zip(sums[:3], whole[:3], strict=True):
         expected = truth.sum(-1)
@@ -117,18 +113,16 @@ def test_centred_terms_are_never_negative(kind, epsilon):
     assert (element(kind, log_p, log_q, centred=True).term >= 0).all()
 
 
-@pytest.mark.parametrize("kind", ["jeffreys", "total_variation", "hellinger"])
+@pytest.mark.parametrize("kind", kinds.having(is_symmetric=True))
 def test_symmetric(kind):
     log_p, log_q = random_rows()
     torch.testing.assert_close(finished(kind, log_p, log_q, True), finished(kind, log_q, log_p, True))
 
 
 def test_jensen_shannon_of_equal_weights_is_symmetric_to_the_bit():
-    log_p, log_q = random_rows()
-    ratio = log_p - log_q
-    p, q = log_p.exp(), log_q.exp()
-    one = DIVERGENCES["jensen_shannon"].element(Pair(p, q, ratio, q - p, True))
-    other = DIVERGENCES["jensen_shannon"].element(Pair(q, p, -ratio, p - q, True))
+    x = pair(*random_rows(), centred=True)
+    one = DIVERGENCES["jensen_shannon"](x)
+    other = DIVERGENCES["jensen_shannon"](Pair(x.q, x.p, -x.ratio, -x.q_minus_p, True))
     assert torch.equal(one.term, other.term)
     assert torch.equal(one.d_log_p, other.d_log_q)
 
@@ -148,35 +142,63 @@ def test_total_variation_has_no_gradient_at_ties():
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(-700, 700), st.floats(-1 / 3, 1 / 3), st.floats(-300, 300), st.floats(1e-6, 1 - 1e-6))
-def test_series_against_many_digits(d, z, ratio, weight):
-    from kullback.formula import bregman, gap, log_blend, small_bregman
+def test_stable_functions_against_many_digits(d, z, ratio, weight):
+    from kullback.formula import bennett, exp_remainder, log_mix, small_bennett
 
     mpmath.mp.dps = 400
     if d > -600:
         truth = float(mpmath.mpf(d) + mpmath.exp(-mpmath.mpf(d)) - 1)
-        assert float(gap(torch.tensor(d, dtype=torch.float64))) == pytest.approx(truth, rel=1e-14)
+        assert float(exp_remainder(torch.tensor(d, dtype=torch.float64))) == pytest.approx(truth, rel=1e-14)
     more = 1 + mpmath.mpf(z)
     truth = float(more * mpmath.log(more) - mpmath.mpf(z))
-    for function in (bregman, small_bregman):
+    for function in (bennett, small_bennett):
         assert float(function(torch.tensor(z, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
     truth = float(8 * more * mpmath.log(8 * more) - (8 * more - 1))
-    assert float(bregman(torch.tensor(8 * z + 7, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
+    assert float(bennett(torch.tensor(8 * z + 7, dtype=torch.float64))) == pytest.approx(truth, rel=1e-13)
     a, b = mpmath.mpf(weight), mpmath.mpf(1 - weight)
     quotient = mpmath.exp(mpmath.mpf(ratio))
     truth = float(mpmath.log((a * quotient + b) / max(quotient, 1)))
-    blend = log_blend(torch.tensor(ratio, dtype=torch.float64), weight, 1 - weight)
-    assert float(blend) == pytest.approx(truth, rel=1e-13, abs=1e-16)
+    mix = log_mix(torch.tensor(ratio, dtype=torch.float64), weight, 1 - weight)
+    assert float(mix) == pytest.approx(truth, rel=1e-13, abs=1e-16)
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 2.0])
-def test_powers_of_logits_are_those_of_their_masses(alpha, generator):
-    """What `sqrt` and `overlap` print for logits, where exponents are at hand, means the same."""
-    from kullback.formula import TENSOR, overlap
+def sums_and_bounds(kind, spread, parameter):
+    """Rows' sums; and `reverse_kl_factor` times what it bounds them by, of any log-ratios and of bounded ones."""
+    known = DIVERGENCES[kind]
+    curvature = Problem(kind, Side("logits"), Side("logits"), *parameter).curvature
+    log_p, log_q = random_rows(spread, rows=200)
+    e = known(pair(log_p, log_q, centred=True), *parameter)
+    q, ratio = log_q.exp(), log_p - log_q
+    most = 10 * math.log(2)  # as kernels bound it where few tokens decide
+    means = [-(q * r).sum(-1) for r in (ratio, ratio.clamp(-most, most))]
+    return e, [known.reverse_kl_factor * curvature * mean for mean in means]
 
-    x, y = torch.randn(2, 50, generator=generator, dtype=torch.float64)
-    top, scale, inverse = torch.tensor(1.0), torch.tensor(0.7), torch.tensor(0.1)
-    q, p = (TENSOR["logit_mass"](t, top, scale, inverse) for t in (x, y))
-    torch.testing.assert_close(TENSOR["logit_root"](x, top, scale, inverse), q.sqrt())
-    both = TENSOR["logit_overlap"](y, top, scale, inverse, x, top, scale, inverse, (y - x) * scale, alpha)
-    torch.testing.assert_close(both, p**alpha * q ** (1 - alpha))
-    torch.testing.assert_close(overlap(p, q, (y - x) * scale, alpha), both)
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if DIVERGENCES[kind].reverse_kl_factor is not None])
+def test_reverse_kl_foresees_close_rows(kind):
+    """Strictly where p and q may be exchanged: then exchanging them changes no row's mode."""
+    for parameter, spread in itertools.product((kinds.values(kind), (0.5,)), (0.01, 0.1, 0.3)):
+        e, bounds = sums_and_bounds(kind, spread, parameter)
+        assert all((e.term.sum(-1) <= bound + 1e-15).all() for bound in bounds)
+    for spread in (1.0, 3.0, 10.0, 20.0):
+        e, bounds = sums_and_bounds("jensen_shannon", spread, (0.5,))
+        assert all((e.term.sum(-1) <= bound).all() for bound in bounds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_least_mean_slope(kind):
+    for spread in (0.01, 0.3, 1.0, 3.0, 10.0):
+        e = element(kind, *random_rows(spread, rows=200), centred=True)
+        assert (e.d_log_q.sum(-1) >= DIVERGENCES[kind].least_mean_slope - 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_definitions_are_one_line(kind):
+    """They stand in tables: README.md, docs/mathematics.md and the docstring of `divergence`."""
+    known = DIVERGENCES[kind]
+    assert known.name == kind
+    assert len(known.definition) < 60
+    assert known.definition != kind
+    if known.parameter is not None:
+        assert known.parameter.admits(known.parameter.default)
+        assert known.parameter.admits(*kinds.values(kind))

@@ -1,4 +1,4 @@
-"""Symbols, programs and what is printed of them."""
+"""Symbols, programs, what kernels make of expressions, and what is printed of them."""
 
 import math
 from pathlib import Path
@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kullback.divergences import DIVERGENCES
-from kullback.formula import TENSOR, Program, affine, exp, log, variable, where
-from kullback.printer import print_functor
-from kullback.rows import Problem
-from tests import oracle
+from kullback.backends.lowering import lowered, quotient, slopes_of
+from kullback.backends.printer import print_functor
+from kullback.formula import TENSOR, Program, exp, geometric_mean, log, variable, where
+from kullback.problem import Problem, Side, formula
+from tests import kinds, oracle
+from tests.kinds import KINDS
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -40,41 +41,116 @@ def test_a_program_forgets_what_it_no_longer_needs():
 
 
 def test_the_same_formula_on_symbols_and_tensors():
-    def formula(x):
+    def expression(x):
         return where(x < 1.0, log(1.0 + x) / 2.0, -x) - 3.0
 
     x = torch.linspace(0, 2, 9)
-    program = Program({"out": formula(variable("x"))})
-    assert torch.equal(program.run({"x": x})["out"], formula(x))
-
-
-@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation"])
-def test_what_is_common_to_a_row_and_the_rest_make_the_whole(kind, generator):
-    """Of elements that are apart."""
-    problem = Problem(kind, "logits", "logits")
-    names = ("target_top", "input_top", "target_inverse_total", "input_inverse_total", "target_scale", "input_scale")
-    values = dict(zip(names, (0.3, -0.2, 0.25, 0.4, 1.0, 1.0), strict=True))
-    values |= {"shift_high": 0.5 + math.log(0.4 / 0.25), "shift_low": 0.0, **oracle.PARAMETERS[kind]}
-    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    x, y = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
-    far = TENSOR | {"near": lambda x, bound, close, apart: apart}
-    for output in ("slope_p", "slope_q"):
-        whole = problem.formula.element[output]
-        program = Program({"whole": whole, **affine(whole)._asdict()})
-        found = {k: torch.as_tensor(v, dtype=x.dtype) for k, v in program.run({"x": x, "y": y, **values}, far).items()}
-        assert found["factor"].dim() == found["offset"].dim() == 0
-        torch.testing.assert_close(found["factor"] * found["rest"] + found["offset"], found["whole"])
+    program = Program({"out": expression(variable("x"))})
+    assert torch.equal(program.run({"x": x})["out"], expression(x))
 
 
 def test_the_vocabulary_is_closed():
-    for kind in DIVERGENCES:
-        for form in ("probs", "log_probs", "logits"):
-            program = Problem(kind, form, form).program("term", "input", "target")
+    for kind in KINDS:
+        for form in oracle.FORMS:
+            program = Problem(kind, Side(form), Side(form)).program("term", "input", "target")
             assert {step.op for step in program.steps} <= TENSOR.keys()
+
+
+ROW = {
+    "target_inv_temperature": 1.0,
+    "input_inv_temperature": 0.7,
+    "target_max": 0.3,
+    "input_max": -0.2,
+    "target_inv_sum_exp": 0.25,
+    "input_inv_sum_exp": 0.4,
+}
+ROW["log_z_diff_high"] = (
+    ROW["target_max"] * ROW["target_inv_temperature"]
+    - ROW["input_max"] * ROW["input_inv_temperature"]
+    - math.log(ROW["target_inv_sum_exp"] / ROW["input_inv_sum_exp"])
+)
+ROW["log_z_diff_low"] = 0.0
+
+
+def logit_power(x, maximum, inv_temperature, inv_sum_exp, exponent):
+    return torch.exp((x - maximum) * inv_temperature * exponent) * inv_sum_exp**exponent
+
+
+# What is not in the vocabulary: kernels have these, and they mean what the formula says.
+LOWERED = TENSOR | {
+    "logit_sqrt": lambda *mass: logit_power(*mass, 0.5),
+    "logit_geometric_mean": lambda y, *rest: (
+        logit_power(y, *rest[:3], rest[-1]) * logit_power(*rest[3:7], 1 - rest[-1])
+    ),
+    "logit_log_fraction": lambda *args: args[-1],
+    "logit_log2_fraction": lambda *args: args[-1] / math.log(2),
+    "step": lambda x: (x > 0).double(),
+}
+
+
+def values(generator, **others):
+    x, y = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
+    numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in {**ROW, **others}.items()}
+    return {"x": x, "y": y, **numbers}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowering_changes_no_value(kind, generator):
+    given = values(generator, input_grad_sum=0.1, target_grad_sum=-0.2, **kinds.parameters(kind))
+    names = ("term", "d_log_p", "d_log_q", "input", "target")
+    element = formula(kind, "logits", "logits").element
+    ours = Program({name: lowered(kind, "logits", "logits")[name] for name in names}).run(given, LOWERED)
+    expected = Program({name: element[name] for name in names}).run(given)
+    for name in names:
+        torch.testing.assert_close(ours[name], expected[name])
+
+
+WITH_SLOPES = [kind for kind in KINDS if slopes_of(kind) is not None]
+
+
+def test_which_kinds_have_slopes():
+    """A kind whose derivatives have their masses as factors; others are summed by their elements."""
+    assert {"jensen_shannon", "skew_kl", "total_variation"} <= {*WITH_SLOPES}
+    assert "chi2" not in WITH_SLOPES
+
+
+@pytest.mark.parametrize("kind", WITH_SLOPES)
+def test_slopes_times_masses_are_the_partials(kind, generator):
+    """Of a row that is far, where both sides of `select_near` would serve."""
+    given = values(generator, **kinds.parameters(kind))
+    element, slopes = lowered(kind, "logits", "logits"), slopes_of(kind)
+    far = LOWERED | {"select_near": lambda x, bound, near, far: far}
+    program = Program({**{name: element[name] for name in ("p", "q", "d_log_p", "d_log_q")}, **slopes._asdict()})
+    found = {k: torch.as_tensor(v, dtype=torch.float64) for k, v in program.run(given, far).items()}
+    for name in ("factor_p", "offset_p", "factor_q", "offset_q", "coupling"):
+        assert found[name].dim() == 0, "the same for all elements"
+    slope_q = found["factor_q"] * found["rest_q"] + found["offset_q"]
+    slope_p = found["factor_p"] * (found["rest_p"] + found["coupling"] * found["rest_q"]) + found["offset_p"]
+    torch.testing.assert_close(slope_q * found["q"], found["d_log_q"], rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(slope_p * found["p"], found["d_log_p"], rtol=1e-10, atol=1e-13)
+
+
+def test_quotients():
+    p, q, x = variable("p"), variable("q"), variable("x")
+    assert quotient(p * x - p, p) is x - 1.0
+    assert quotient(-(x * p), p) is -x
+    assert quotient(p + q, p) is None
+    assert quotient(where(x < 0.0, p, x * p), p) is where(x < 0.0, 1.0, x)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 2.0])
+def test_powers_of_logits_are_those_of_their_masses(alpha, generator):
+    x, y = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    softmax = torch.tensor(1.0), torch.tensor(0.7), torch.tensor(0.1)
+    q, p = (TENSOR["logit_mass"](t, *softmax) for t in (x, y))
+    torch.testing.assert_close(LOWERED["logit_sqrt"](x, *softmax), q.sqrt())
+    both = LOWERED["logit_geometric_mean"](y, *softmax, x, *softmax, None, alpha)
+    torch.testing.assert_close(both, p**alpha * q ** (1 - alpha))
+    torch.testing.assert_close(geometric_mean(p, q, (y - x) * 0.7, alpha), both)
 
 
 @pytest.mark.parametrize(("kind", "form"), [("kl", "probs"), ("kl", "logits"), ("jensen_shannon", "log_probs")])
 def test_printed_functors(kind, form):
     """What is compiled, for review. After an intended change: kullback show KIND --form FORM, without its title."""
     golden = GOLDEN / f"{kind}_{form}.h"
-    assert print_functor(Problem(kind, form, form)) == golden.read_text()
+    assert print_functor(kind, form, form) == golden.read_text()

@@ -9,18 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kullback
-from kullback import ops
+from kullback import work
 from kullback.backends.cuda import logits
-from kullback.divergences import DIVERGENCES
-from tests import oracle
-from tests.conftest import relative_error, sample
+from kullback.problem import Problem, Side
+from tests import kinds, oracle
+from tests.kinds import KINDS
+from tests.samples import sample
+from tests.tolerances import relative_error
 
 VOCABS = (1, 3, 35, 1271, 50257)
 
 
 def losses_and_gradients(x, y, kind="kl", form="probs", weight=None, reduction="none"):
     a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
-    loss = kullback.divergence(a, b, kind, form=form, row_weight=weight, reduction=reduction, **oracle.PARAMETERS[kind])
+    loss = kullback.divergence(a, b, kind, form=form, row_weight=weight, reduction=reduction, **kinds.parameters(kind))
     upstream = torch.linspace(0.5, 2, loss.numel(), device=x.device).reshape(loss.shape)
     loss.backward(upstream)
     return loss.detach(), a.grad, b.grad
@@ -41,7 +43,7 @@ def same(x, y, like_x, like_y, **options):
 @pytest.mark.parametrize("form", oracle.FORMS)
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_storage_offsets(form, vocab, dtype, path, device, generator):
+def test_storage_offsets(form, vocab, dtype, backend, device, generator):
     x, y = (sample(form, (3, vocab), generator, dtype).to(device) for _ in range(2))
     for offset, other in [(1, 0), (0, 1), (1, 1), (2, 3), (5, 4), (6, 7), (7, 7)]:
         moved = []
@@ -54,7 +56,7 @@ def test_storage_offsets(form, vocab, dtype, path, device, generator):
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_slices_of_sequences_are_not_copied(reduction, weighted, path, device, generator, monkeypatch):
+def test_slices_of_sequences_are_not_copied(reduction, weighted, backend, device, generator, monkeypatch):
     """logits[:, :-1] has no view as rows: each sequence is a slab of its own."""
     x, y = (sample("logits", (2, 3, 5, 40), generator).to(device) for _ in range(2))
     weight = torch.rand(2, 3, 4, generator=generator).to(device) if weighted else None
@@ -66,18 +68,19 @@ def test_slices_of_sequences_are_not_copied(reduction, weighted, path, device, g
         return loss.detach(), *torch.autograd.grad(loss.sum() * 3, (a, b))
 
     whole = results(x, y)
-    monkeypatch.setattr(ops, "SLAB_BYTES", 1)
-    slabs = ops.Slab(x[:, :, :-1], y[:, :, 1:], weight).split()
+    monkeypatch.setattr(work, "SLAB_BYTES", 1)
+    problem = Problem("kl", Side("logits"), Side("logits"))
+    slabs = work.Rows(problem, x[:, :, :-1], y[:, :, 1:], row_weight=weight).split()
     assert [tuple(slab.input.shape) for slab in slabs] == [(4, 40)] * 6
     assert {slab.input.untyped_storage().data_ptr() for slab in slabs} == {x.untyped_storage().data_ptr()}
     for ours, expected in zip(results(x, y), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
-    assert len(ops.Slab(x, y, None).split()) == 1
+    assert len(work.Rows(problem, x, y).split()) == 1
 
 
 @pytest.mark.parametrize("form", oracle.FORMS)
 @pytest.mark.parametrize("kind", ["kl", "renyi"])
-def test_strides(form, kind, path, device, generator):
+def test_strides(form, kind, backend, device, generator):
     x, y = (sample(form, (6, 40), generator).to(device) for _ in range(2))
     wide = torch.full((6, 50), float("nan"), device=device)
     wide[:, 3:43] = x
@@ -94,11 +97,11 @@ def test_strides(form, kind, path, device, generator):
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (2, 1, 3, 5), (1, 2, 2, 3, 5)])
-@pytest.mark.parametrize("kind", list(DIVERGENCES))
-def test_leading_dimensions_are_rows(shape, kind, path, device, generator):
+@pytest.mark.parametrize("kind", KINDS)
+def test_leading_dimensions_are_rows(shape, kind, backend, device, generator):
     for form in oracle.FORMS:
         x, y = (sample(form, shape, generator).to(device) for _ in range(2))
-        options = {"form": form, "reduction": "none", **oracle.PARAMETERS[kind]}
+        options = {"form": form, "reduction": "none", **kinds.parameters(kind)}
         rows = kullback.divergence(x, y, kind, **options)
         assert rows.shape == shape[:-1]
         flat = kullback.divergence(x.reshape(-1, 5), y.reshape(-1, 5), kind, **options)
@@ -110,14 +113,14 @@ def test_leading_dimensions_are_rows(shape, kind, path, device, generator):
 
 @pytest.mark.parametrize("vocab", [0, *VOCABS])
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation"])
-def test_lengths(vocab, kind, path, device, generator):
+def test_lengths(vocab, kind, backend, device, generator):
     for form in oracle.FORMS:
         if vocab == 0 and form == "logits":
             continue
         x, y = (sample(form, (4, vocab), generator).to(device) for _ in range(2))
         ours = losses_and_gradients(x, y, kind, form)
         a, b = x.double().requires_grad_(), y.double().requires_grad_()
-        truth = oracle.divergence(a, b, kind, form, **oracle.PARAMETERS[kind])
+        truth = oracle.divergence(a, b, kind, form, **kinds.parameters(kind))
         truth.backward(torch.linspace(0.5, 2, 4, device=device).double())
         for one, other in zip(ours, (truth, a.grad, b.grad), strict=True):
             assert one.shape == other.shape
@@ -125,7 +128,7 @@ def test_lengths(vocab, kind, path, device, generator):
             assert relative_error(one, other) <= 2e-6 or (one - other).abs().max() < 1e-6
 
 
-def test_upstream_gradients_of_any_stride(path, device, generator):
+def test_upstream_gradients_of_any_stride(backend, device, generator):
     x = sample("probs", (4, 3, 33), generator).to(device)
     y = sample("probs", (4, 3, 33), generator).to(device)
     plain = torch.randn(4, 3, generator=generator).to(device)
@@ -144,23 +147,23 @@ def test_upstream_gradients_of_any_stride(path, device, generator):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)  # vectors and single elements round apart
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(path, device, generator):
+def test_a_row_alone_equals_the_row_in_a_batch(backend, device, generator):
     # On a GPU the order of a sum follows the alignment of its row, which is the same in these.
-    vocabs = (8, 136, 5000) if path == "cuda" else (5, 130, 5000)
-    for form, kind, vocab in itertools.product(oracle.FORMS, DIVERGENCES, vocabs):
+    vocabs = (8, 136, 5000) if backend == "cuda" else (5, 130, 5000)
+    for form, kind, vocab in itertools.product(oracle.FORMS, KINDS, vocabs):
         x, y = (sample(form, (9, vocab), generator).to(device) for _ in range(2))
-        options = {"form": form, "reduction": "none", **oracle.PARAMETERS[kind]}
+        options = {"form": form, "reduction": "none", **kinds.parameters(kind)}
         together = kullback.divergence(x, y, kind, **options)
         for row in (0, 4, 8):
             alone = kullback.divergence(x[row : row + 1].clone(), y[row : row + 1].clone(), kind, **options)
-            # The tensor path guards a whole chunk or none of it, and torch's kernels vary with the shape.
-            if path == "torch":
+            # The torch backend guards a whole chunk or none of it, and torch's kernels vary with the shape.
+            if backend == "torch":
                 torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-7)
             else:
                 assert torch.equal(alone[0], together[row])
 
 
-def test_two_runs_are_equal_to_the_bit(path, device, generator):
+def test_two_runs_are_equal_to_the_bit(backend, device, generator):
     x, y = (sample("probs", (50, 3000), generator).to(device) for _ in range(2))
     first = kullback.kl_div(x, y, "sum", form="probs")
     for _ in range(5):
@@ -184,7 +187,7 @@ def test_threads_do_not_change_a_bit(generator):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_no_element_is_left_out(dtype, path, device, generator):
+def test_no_element_is_left_out(dtype, backend, device, generator):
     """The main workload's shape in small: NaN in any one element must reach the result."""
     x, y = (torch.rand(32, 2048, generator=generator).softmax(-1).to(dtype).to(device) for _ in range(2))
     assert torch.isfinite(kullback.kl_div(x, y, "batchmean", form="probs"))
@@ -196,7 +199,7 @@ def test_no_element_is_left_out(dtype, path, device, generator):
             t.view(-1)[index] = kept
 
 
-def test_rows_longer_than_a_chunk(path, device, generator):
+def test_rows_longer_than_a_chunk(backend, device, generator):
     x, y = (sample("probs", (2, 700_001), generator).to(device) for _ in range(2))
     truth = oracle.divergence(x, y, "kl", "probs")
     torch.testing.assert_close(
@@ -212,7 +215,7 @@ def test_rows_longer_than_a_chunk(path, device, generator):
 
 @pytest.mark.parametrize("offset", [0.0, 2.5, 100.0, 1000.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 3.0])
-def test_a_constant_added_to_logits_changes_nothing(offset, temperature, path, device, generator):
+def test_a_constant_added_to_logits_changes_nothing(offset, temperature, backend, device, generator):
     x, y = (sample("logits", (50, 64), generator).to(device) for _ in range(2))
     a, b = x + offset, y - offset  # rounded to float32: the oracle gets the rounded ones
     for kind in ("kl", "hellinger", "total_variation"):
@@ -224,7 +227,7 @@ def test_a_constant_added_to_logits_changes_nothing(offset, temperature, path, d
 @pytest.mark.parametrize("epsilon", [1.0, 1e-1, 1e-2, 1e-3, 1e-4])
 @pytest.mark.parametrize("offset", [0.0, 2.5, 100.0])
 @pytest.mark.parametrize("vocab", [1000, 32000])
-def test_logits_near_each_other(epsilon, offset, vocab, path, device, generator):
+def test_logits_near_each_other(epsilon, offset, vocab, backend, device, generator):
     """Relative error of the value <= 1e-5 down to a KL of 1e-9, never negative; gradients <= 1e-6."""
     y = sample("logits", (4, vocab), generator, scale=3.0).to(device)
     x = (y + epsilon * torch.randn(4, vocab, generator=generator).to(device) + offset).requires_grad_()
@@ -242,15 +245,15 @@ def test_logits_near_each_other(epsilon, offset, vocab, path, device, generator)
 
 @pytest.mark.parametrize("epsilon", [3.0, 1e-2])
 @pytest.mark.parametrize("vocab", [64, 5000])
-def test_jensen_shannon_is_symmetric_to_the_bit(vocab, epsilon, path, device, generator):
+def test_jensen_shannon_is_symmetric_to_the_bit(vocab, epsilon, backend, device, generator):
     x = sample("logits", (7, vocab), generator, scale=3.0).to(device)
     y = (x.cpu() + epsilon * torch.randn(7, vocab, generator=generator)).to(device)
     x[1, ::7] = y[2, ::9] = -math.inf
-    for weight, compare in ((0.5, torch.equal), (0.3, torch.allclose)):
+    for beta, compare in ((0.5, torch.equal), (0.3, torch.allclose)):
         results = []
-        for a, b, w in ((x, y, weight), (y, x, 1 - weight)):
+        for a, b, of_target in ((x, y, beta), (y, x, 1 - beta)):
             a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
-            loss = kullback.divergence(a, b, "jensen_shannon", weight=w, reduction="none")
+            loss = kullback.divergence(a, b, "jensen_shannon", beta=of_target, reduction="none")
             results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (a, b))))
         (one, d_x, d_y), (other, e_y, e_x) = results
         assert compare(one, other)
@@ -258,7 +261,7 @@ def test_jensen_shannon_is_symmetric_to_the_bit(vocab, epsilon, path, device, ge
         assert compare(d_y, e_y)
 
 
-def test_slices_of_no_rows(path, device):
+def test_slices_of_no_rows(backend, device):
     x = torch.empty(0, 4, 5, device=device)
     assert kullback.divergence(x[:, :-1], x[:, 1:]) == 0
     assert kullback.divergence(x[:, :-1], x[:, 1:], reduction="none").shape == (0, 3)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import kullback
-from kullback.divergences import DIVERGENCES
-from tests import oracle
-from tests.conftest import relative_error, sample
+from tests import kinds, oracle
+from tests.kinds import KINDS
+from tests.samples import sample
+from tests.tolerances import relative_error
 
 
 def truth(x, y, kind, target_form, scales, caps, temperatures, valid):
@@ -24,13 +25,13 @@ def truth(x, y, kind, target_form, scales, caps, temperatures, valid):
             t = t if cap is None else cap * torch.tanh(t / cap)
         sides.append(oracle.masses(t, form, temperature))
     q, p = sides
-    losses = oracle.rows(kind, p, q, **oracle.PARAMETERS[kind])
+    losses = oracle.rows(kind, p, q, **kinds.parameters(kind))
     return losses.detach(), *torch.autograd.grad(losses.sum(), (a, b))
 
 
 # every kind in float32; of the rest a covering choice, since each is a kernel to compile
 CASES = [
-    *((kind, torch.float32, "logits", (3.0, 5.0)) for kind in DIVERGENCES),
+    *((kind, torch.float32, "logits", (3.0, 5.0)) for kind in KINDS),
     *((kind, torch.float32, "probs", (3.0, 5.0)) for kind in ("kl", "jensen_shannon", "renyi")),
     *(("kl", dtype, form, (3.0, 5.0)) for dtype in (torch.bfloat16, torch.float64) for form in ("logits", "probs")),
     *(("jensen_shannon", torch.float32, "logits", caps) for caps in ((None, 4.0), (2.0, None))),
@@ -38,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "dtype", "target_form", "caps"), CASES)
-def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, path, device, generator):
+def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, backend, device, generator):
     tight = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float64: 1e-12}[dtype]
     for x_vocab, y_vocab, valid in [(70, 64, 61), (64, 72, 64), (4104, 4096, 4090)]:
         x = sample("logits", (5, x_vocab), generator, dtype).to(device).requires_grad_()
@@ -57,9 +58,9 @@ def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, path, 
         if target_form == "logits":
             options |= {"target_logit_scale": 1.3, "target_softcap": caps[1], "target_temperature": 0.8}
         expected = truth(x, y, kind, target_form, scales, caps, temperatures, valid)
-        losses = kullback.divergence(x, y, kind, reduction="none", **options, **oracle.PARAMETERS[kind])
+        losses = kullback.divergence(x, y, kind, reduction="none", **options, **kinds.parameters(kind))
         separate = torch.autograd.grad(losses.sum(), (x, y))
-        whole = kullback.divergence(x, y, kind, reduction="sum", **options, **oracle.PARAMETERS[kind])
+        whole = kullback.divergence(x, y, kind, reduction="sum", **options, **kinds.parameters(kind))
         together = torch.autograd.grad(whole, (x, y))
         assert relative_error(losses, expected[0]) <= (1e-12 if dtype == torch.float64 else 3e-6)
         for gradients in (separate, together):
@@ -68,26 +69,26 @@ def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, path, 
                 assert (ours[:, valid:] == 0).all()
 
 
-def test_a_scale_is_an_inverse_temperature(path, device, generator):
+def test_a_scale_is_an_inverse_temperature(backend, device, generator):
     x, y = (sample("logits", (4, 33), generator).to(device) for _ in range(2))
     ours = kullback.divergence(x, y, logit_scale=0.25, temperature=0.5)
     torch.testing.assert_close(ours, kullback.divergence(x, y, temperature=2.0))
 
 
-def test_a_wide_cap_changes_nothing(path, device, generator):
+def test_a_wide_cap_changes_nothing(backend, device, generator):
     x, y = (sample("logits", (4, 33), generator).to(device) for _ in range(2))
     ours = kullback.divergence(x, y, softcap=1e5, target_softcap=1e5)
     torch.testing.assert_close(ours, kullback.divergence(x, y))
 
 
-def test_capped_logits_pass_gradgradcheck(path, device, generator):
+def test_capped_logits_pass_gradgradcheck(backend, device, generator):
     x, y = (sample("logits", (3, 6), generator, torch.float64).to(device).requires_grad_() for _ in range(2))
     run = lambda a, b: kullback.divergence(a, b, softcap=2.0, target_softcap=3.0, logit_scale=0.5, valid_vocab=5)
     assert torch.autograd.gradcheck(run, (x, y))
     assert torch.autograd.gradgradcheck(run, (x, y))
 
 
-def test_options_compose_with_transforms(path, device, generator):
+def test_options_compose_with_transforms(backend, device, generator):
     x, y = (sample("logits", (2, 3, 9), generator).to(device) for _ in range(2))
     run = lambda a, b: kullback.divergence(a, b, softcap=2.0, valid_vocab=7, reduction="sum")
     plain = x.clone().requires_grad_()
@@ -98,7 +99,7 @@ def test_options_compose_with_transforms(path, device, generator):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [40, 4104])
-def test_in_place(dtype, vocab, path, device, generator):
+def test_in_place(dtype, vocab, backend, device, generator):
     leaf, y = (sample("logits", (3, 7, vocab), generator, dtype).to(device) for _ in range(2))
     weight = torch.rand(3, 7, generator=generator).to(device)
     weight[0, 2] = 0
@@ -126,7 +127,7 @@ def test_in_place(dtype, vocab, path, device, generator):
             assert torch.equal(kept, leaf * 1.5)
 
 
-def test_in_place_tells_whoever_saved_the_logits(path, device, generator):
+def test_in_place_tells_whoever_saved_the_logits(backend, device, generator):
     a, y = (sample("logits", (3, 40), generator).to(device).requires_grad_() for _ in range(2))
     logits = a * 1.0
     penalty = logits.square().mean()
@@ -135,7 +136,7 @@ def test_in_place_tells_whoever_saved_the_logits(path, device, generator):
         (loss + penalty).backward()
 
 
-def test_in_place_where_it_is_unsafe(path, device, generator):
+def test_in_place_where_it_is_unsafe(backend, device, generator):
     x, y = (sample("logits", (3, 40), generator).to(device) for _ in range(2))
     leaf = x.clone().requires_grad_()
     run = lambda a, b=y, **options: kullback.divergence(a, b, inplace=True, **options)
@@ -185,7 +186,7 @@ def test_vocabularies_of_two_lengths_want_a_bound():
         kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 7))
 
 
-def test_in_place_and_whoever_writes_there_again(path, device, generator):
+def test_in_place_and_whoever_writes_there_again(backend, device, generator):
     a, y = (sample("logits", (3, 40), generator).to(device) for _ in range(2))
     a.requires_grad_()
     logits = a * 1.0
@@ -199,7 +200,7 @@ def test_in_place_and_whoever_writes_there_again(path, device, generator):
         (kullback.divergence(logits, y, inplace=True) + kullback.divergence(logits, y, "chi2", inplace=True)).backward()
 
 
-def test_in_place_in_rows_that_lie_apart(path, device, generator):
+def test_in_place_in_rows_that_lie_apart(backend, device, generator):
     leaf, y = (sample("logits", (6, 40), generator).to(device) for _ in range(2))
     a, b = leaf.clone().requires_grad_(), leaf.clone().requires_grad_()
     (2 * kullback.divergence((a * 1)[:, :33], y[:, :33], inplace=True)).backward()
@@ -207,7 +208,7 @@ def test_in_place_in_rows_that_lie_apart(path, device, generator):
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
 
 
-def test_one_valid_element_of_probabilities(path, device, generator):
+def test_one_valid_element_of_probabilities(backend, device, generator):
     x, y = (sample("probs", (3, 4), generator).to(device).requires_grad_() for _ in range(2))
     kullback.divergence(x, y, form="probs", valid_vocab=1, reduction="none").sum().backward()
     a, b = (t.detach()[:, :1].clone().requires_grad_() for t in (x, y))
@@ -217,7 +218,7 @@ def test_one_valid_element_of_probabilities(path, device, generator):
         assert (ours.grad[:, 1:] == 0).all()
 
 
-def test_no_rows(path, device):
+def test_no_rows(backend, device):
     x = torch.zeros(0, 9, device=device, requires_grad=True)
     y = torch.zeros(0, 7, device=device)
     loss = kullback.divergence(x * 1, y, valid_vocab=5, inplace=True)
@@ -229,7 +230,7 @@ def test_no_rows(path, device):
     assert batch.shape == (4, 0, 9)
 
 
-def test_a_negative_view_is_read_as_it_is(path, device):
+def test_a_negative_view_is_read_as_it_is(backend, device):
     x = torch.tensor([[-1.0, -2.0, -5.0]], device=device)
     y = torch.tensor([[1.0, 0.0, 0.0]], device=device)
     torch.testing.assert_close(kullback.divergence(torch._neg_view(-x), y), kullback.divergence(x, y))

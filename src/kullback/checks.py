@@ -1,4 +1,7 @@
-"""What is wrong with an argument is said here, once, before any work: its name, what came and what was wanted."""
+"""Validates arguments and builds the `Problem`; what lies below assumes valid input.
+
+An error names the argument, what came and what was wanted.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import difflib
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -14,8 +17,8 @@ from torch import Tensor
 
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.observed import is_observed
-from kullback.rows import Problem, accumulator
+from kullback.problem import Problem, Side, accumulator
+from kullback.tracing import is_traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a loss, by the dtypes of input and target
@@ -27,16 +30,16 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _problem(
     kind: str,
+    *params: str | float,
     form: str,
-    target_form: str | None,
-    temperature: float,
-    target_temperature: float | None,
-    logit_scale: float,
-    target_logit_scale: float | None,
-    softcap: float | None,
-    target_softcap: float | None,
-    valid: int,
-    *params: Any,
+    target_form: str | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    vocab: int = 0,
 ) -> Problem:
     """Of the options, checked; the kind's parameters come as their names and then their values."""
     check_name("kind", kind, DIVERGENCES)
@@ -55,46 +58,61 @@ def _problem(
         _of_logits("temperature", temperature, form, inherits and is_for_target, "divides"),
         _of_logits("target_temperature", target_temperature, target_form, inherits, "divides"),
     )
-    caps = (
+    softcaps = (
         0.0 if softcap is None else _of_logits("softcap", softcap, form, False, "bounds", 0.0),
         0.0
         if target_softcap is None
         else _of_logits("target_softcap", target_softcap, target_form, False, "bounds", 0.0),
     )
     # cap·tanh(scale·x/cap)/temperature = c·tanh(x/c)/t with c = cap/scale and t = temperature/scale
-    numbers = (
-        _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
-        _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
-        _quotient("softcap", caps[0], "logit_scale", scales[0]),
-        _quotient("target_softcap", caps[1], "target_logit_scale", scales[1]),
-        float(valid),
+    return Problem(
+        kind,
+        Side(
+            form,
+            _quotient("temperature", temperatures[0], "logit_scale", scales[0]),
+            _quotient("softcap", softcaps[0], "logit_scale", scales[0]),
+        ),
+        Side(
+            target_form,
+            _quotient("target_temperature", temperatures[1], "target_logit_scale", scales[1]),
+            _quotient("target_softcap", softcaps[1], "target_logit_scale", scales[1]),
+        ),
+        _parameter(kind, dict(zip(params[: len(params) // 2], params[len(params) // 2 :], strict=True))),
+        vocab,
     )
-    spec = DIVERGENCES[kind]
-    values = dict(spec.parameters)
-    given = len(params) // 2
-    for name, value in zip(params[:given], params[given:], strict=True):
-        if name not in values:
-            known = ", ".join(values) or "none"
-            raise ValueError(f"kind {kind!r} has no parameter {name!r}{_nearest(name, values)}; it has: {known}")
+
+
+def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
+    """The kind's parameter as it was given, or its default; 0 of a kind that has none."""
+    known = DIVERGENCES[kind].parameter
+    result = 0.0 if known is None else known.default
+    for name, value in params.items():
+        if known is None or name != known.name:
+            names = () if known is None else (known.name,)
+            raise ValueError(
+                f"kind {kind!r} has no parameter {name!r}{_nearest(str(name), names)}; "
+                f"it has: {', '.join(names) or 'none'}"
+            )
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-        if not (-math.inf < value < math.inf and spec.admits(value)):
-            raise ValueError(f"{name} of kind {kind!r} must be {spec.domain}; got {value}")
-        values[name] = float(value)
-    return Problem(kind, form, target_form, (*numbers, *values.values()))
+        if not (-math.inf < value < math.inf and known.admits(value)):
+            raise ValueError(f"{name} of kind {kind!r} must be {known.domain}; got {value}")
+        result = float(value)
+    return result
 
 
 # A training loop asks with the same options again and again. By type, since True is not to pass for 1.
 _cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
 
 
-def problem_of(*options: Any) -> Problem:
+def problem(kind: str, params: Mapping[str, float], **options: Any) -> Problem:
+    """The problem that a kind, its parameters and the options of `_problem` make, checked."""
     if not torch.compiler.is_compiling():
         try:
-            return _cached_problem(*options)
+            return _cached_problem(kind, *params, *params.values(), **options)
         except TypeError:  # an option that cannot be hashed, or one that is refused: said below
             pass
-    return _problem(*options)
+    return _problem(kind, *params, *params.values(), **options)
 
 
 def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
@@ -114,15 +132,16 @@ def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
     return 0 if input.size(-1) == target.size(-1) == valid else valid
 
 
-def valid_width(valid: int | None, longest: int) -> int:
-    """Of at most so many words; 0 where nothing is said."""
+def valid_width(valid: int | None, most: int | None) -> int:
+    """Of at most so many tokens, if that is known; 0 where nothing is said."""
     if valid is None:
         return 0
     if isinstance(valid, bool) or not isinstance(valid, (int, SupportsIndex)):
         raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
     valid = operator.index(valid) if not isinstance(valid, int) else valid
-    if not 0 < valid <= longest:
-        raise ValueError(f"valid_vocab must be from 1 to {longest}, the shorter vocabulary; got {valid}")
+    if valid < 1 or (most is not None and valid > most):
+        bound = "positive" if most is None else f"from 1 to {most}, the shorter vocabulary"
+        raise ValueError(f"valid_vocab must be {bound}; got {valid}")
     return valid
 
 
@@ -141,7 +160,7 @@ def check_inplace(
         reason = 'goes with reduction "sum" or "mean"'
     elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
         reason = "leaves no logits to find a gradient of row_weight or normalizer from"
-    elif is_observed(input, target):
+    elif is_traced(input, target):
         reason = "is for plain eager calls, not for what traces or transforms them"
     elif torch.is_grad_enabled() and input.requires_grad:
         if input.is_leaf or (input._base is not None and input._base.is_leaf and input._base.requires_grad):
@@ -301,18 +320,18 @@ def check_teacher(
         raise ValueError(f"target must have the rows of input, {[*input.shape[:-1], '...']}; got {shape(target)}")
 
 
-def shared_words(valid: int | None, student: int, teacher: int) -> int:
-    """How many words count of two vocabularies."""
+def shared_vocab(valid: int | None, student: int, teacher: int) -> int:
+    """How many tokens count of two vocabularies."""
     if valid is None and student != teacher:
         raise ValueError(
             f"student and teacher must have the same vocabulary, unless valid_vocab says how much of it counts; "
-            f"got {student} and {teacher} words"
+            f"got {student} and {teacher} tokens"
         )
     return valid_width(valid, min(student, teacher)) or student
 
 
 def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
-    """A sparse teacher's entries and their ids. Whether these are words is said where they are read."""
+    """A top-k teacher's entries and their ids. Whether these are tokens is said where they are read."""
     check_tensor(name, values)
     if not isinstance(indices, Tensor):
         raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
@@ -340,3 +359,33 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
             'tail="bucket" needs what the entries leave of 1, which k logits do not tell: give log_probs, or '
             'tail="renormalize" or "zero"'
         )
+
+
+PROBLEM_OPTIONS = (
+    "temperature",
+    "target_temperature",
+    "logit_scale",
+    "target_logit_scale",
+    "softcap",
+    "target_softcap",
+)
+DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace")
+LINEAR_OPTIONS = ("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows")
+
+
+def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Of a module: what is wrong with a kind, its parameter and options, whatever the tensors will be."""
+    given = dict(options)
+    check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
+    check_name("tail", given.pop("tail", "bucket"), TAILS)
+    check_chunk_rows(given.pop("chunk_rows", None))
+    check_flag("inplace", given.pop("inplace", False))
+    valid_width(given.pop("valid_vocab", None), None)
+    form = given.pop("form", "logits")
+    params = {name: given.pop(name) for name in options if name not in known}
+    problem(kind, params, form=form, **given)
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}")

@@ -12,7 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,18 +65,19 @@ Value: TypeAlias = Any  # Symbol | Tensor | float: one formula serves all three
 
 
 @functools.cache
-def _node(op: str, *args: Any) -> Symbol:
+def node(op: str, *args: Any) -> Symbol:
+    """The one node of that operation on those operands."""
     return Symbol(op, args)
 
 
 def variable(name: str) -> Symbol:
     """The symbol of that name."""
-    return _node("variable", name)
+    return node("variable", name)
 
 
 def _apply(op: str, *args: Value) -> Value:
     if any(isinstance(a, Symbol) for a in args):
-        return _node(op, *(a if isinstance(a, Symbol) else float(a) for a in args))
+        return node(op, *(a if isinstance(a, Symbol) else float(a) for a in args))
     return TENSOR[op](*args)
 
 
@@ -88,6 +89,11 @@ def expm1(x: Value) -> Value:
     return _apply("expm1", x)
 
 
+def small_expm1(x: Value) -> Value:
+    """exp(x) - 1 where |x| <= 1/2 is known: no exponential."""
+    return _apply("small_expm1", x)
+
+
 def log(x: Value) -> Value:
     return _apply("log", x)
 
@@ -97,8 +103,6 @@ def log1p(x: Value) -> Value:
 
 
 def sqrt(x: Value) -> Value:
-    if isinstance(x, Symbol) and x.op == "logit_mass":
-        return _apply("logit_root", *x.args)
     return _apply("sqrt", x)
 
 
@@ -115,30 +119,16 @@ def where(condition: Value, x: Value, y: Value) -> Value:
     return _apply("where", condition, x, y)
 
 
-def near(x: Value, bound: float, close: Value, apart: Value) -> Value:
-    """`close` where |x| < bound, else `apart`: two ways to one value, each right where the other loses digits.
+def select_near(x: Value, bound: float, near: Value, far: Value) -> Value:
+    """`near` where |x| < bound, else `far`: two ways to one value, each right where the other loses digits.
 
-    A kernel that knows a whole row to be apart leaves `close` out.
+    A kernel that knows a whole row to be far leaves `near` out.
     """
-    return _apply("near", x, bound, close, apart)
-
-
-def logit_mass(x: Value, top: Value, scale: Value, inverse_total: Value) -> Value:
-    """exp((x - top)·scale) · inverse_total"""
-    return _apply("logit_mass", x, top, scale, inverse_total)
-
-
-def overlap(p: Value, q: Value, ratio: Value, a: Value) -> Value:
-    """p^a q^(1-a) of p, q and log(p/q)"""
-    if _are_logit_masses(p, q):
-        return _apply("logit_overlap", *p.args, *q.args, ratio, a)
-    # From the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow.
-    larger = where(ratio < 0.0, q, p)
-    return larger * exp(where(ratio < 0.0, a * ratio, (a - 1.0) * ratio))
+    return _apply("select_near", x, bound, near, far)
 
 
 def mass_times(mass: Value, x: Value) -> Value:
-    """mass · x, where no mass makes nothing of an infinity: 0 · ±inf = 0. NaN stays NaN."""
+    """mass · x, where 0 · ±inf = 0. NaN stays NaN."""
     return _apply("mass_times", mass, x)
 
 
@@ -147,16 +137,19 @@ def ratio_or_zero(x: Value, y: Value) -> Value:
     return _apply("ratio_or_zero", x, y)
 
 
+def fraction(part: Value, whole: Value) -> Value:
+    """part / whole, and 0 where the whole is 0: a mixture of subnormal masses may round to nothing."""
+    return _apply("fraction", part, whole)
+
+
 def mixture(a: Value, p: Value, b: Value, q: Value) -> Value:
-    """a·p + b·q; of masses of logits a kernel may add as little as lets it have a logarithm and a reciprocal"""
-    if _are_logit_masses(p, q):
-        return _apply("mixture", a, p, b, q)
-    return a * p + b * q
+    """a·p + b·q. A kernel may add as little as lets it have a logarithm and a reciprocal."""
+    return _apply("mixture", a, p, b, q)
 
 
-def part_of(x: Value, whole: Value) -> Value:
-    """x / whole, and 0 where the whole is 0: of a mixture that rounds to nothing nothing is left."""
-    return _apply("part_of", x, whole)
+def geometric_mean(p: Value, q: Value, ratio: Value, a: Value) -> Value:
+    """p^a q^(1-a), of p, q and ratio = log(p/q)."""
+    return _apply("geometric_mean", p, q, ratio, a)
 
 
 def log_quotient(p: Value, q: Value) -> Value:
@@ -169,96 +162,52 @@ def log_difference(log_p: Value, log_q: Value) -> Value:
     return _apply("log_difference", log_p, log_q)
 
 
-def logit_difference(y: Value, y_scale: Value, x: Value, x_scale: Value, shift: Value, shift_low: Value) -> Value:
-    """(y·y_scale - x·x_scale) - (shift + shift_low), the rounding of the first difference kept.
+def log_fraction(part: Value, whole: Value, value: Value) -> Value:
+    """log(part / whole), which is `value`. A kernel that has the part's exponent at hand may take that instead."""
+    return _apply("log_fraction", part, whole, value)
+
+
+def log_mix(ratio: Value, a: Value, b: Value) -> Value:
+    """log((a·p + b·q) / max(p, q)) of ratio = log(p/q), where a + b = 1: never large, as accurate as the ratio."""
+    return _apply("log_mix", ratio, a, b)
+
+
+def logit_mass(x: Value, maximum: Value, inv_temperature: Value, inv_sum_exp: Value) -> Value:
+    """exp((x - maximum)·inv_temperature)·inv_sum_exp: an element of a softmax."""
+    return _apply("logit_mass", x, maximum, inv_temperature, inv_sum_exp)
+
+
+def logit_difference(y: Value, y_scale: Value, x: Value, x_scale: Value, high: Value, low: Value) -> Value:
+    """(y·y_scale - x·x_scale) - (high + low), the rounding of the first difference kept.
 
     0 where both logits are -inf. In float32 this is two-difference arithmetic (Knuth), so that
     nearly equal logits far from zero lose nothing.
     """
-    return _apply("logit_difference", y, y_scale, x, x_scale, shift, shift_low)
+    return _apply("logit_difference", y, y_scale, x, x_scale, high, low)
 
 
-def gap(d: Value) -> Value:
-    """d + exp(-d) - 1 >= 0, to full relative accuracy; d**2 / 2 for small d."""
-    return _apply("gap", d)
+def exp_remainder(d: Value) -> Value:
+    """exp(-d) - 1 + d >= 0, to full relative accuracy; d²/2 for small d."""
+    return _apply("exp_remainder", d)
 
 
-def small_gap(d: Value) -> Value:
+def small_exp_remainder(d: Value) -> Value:
     """The same where |d| < 1/2 is known: no exponential."""
-    return _apply("small_gap", d)
+    return _apply("small_exp_remainder", d)
 
 
-def small_expm1(x: Value) -> Value:
-    """exp(x) - 1 where |x| <= 1/2 is known: no exponential."""
-    return _apply("small_expm1", x)
+def bennett(z: Value) -> Value:
+    """Bennett's function (1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z²/2 for small z."""
+    return _apply("bennett", z)
 
 
-def log_blend(ratio: Value, a: Value, b: Value) -> Value:
-    """log((a·p + b·q) / max(p, q)) of ratio = log(p/q), where a + b = 1: never large, and as accurate as the ratio."""
-    return _apply("log_blend", ratio, a, b)
-
-
-def log_part(mass: Value, mixture: Value, share: Value) -> Value:
-    """log(mass / mixture), which is `share`; of a row that is apart a kernel may take the mass's exponent instead."""
-    if isinstance(mass, Symbol) and _are_logit_masses(mass):
-        return _apply("logit_log_part", *mass.args, mixture, share)
-    return share
-
-
-def _are_logit_masses(*masses: Value) -> bool:
-    return all(isinstance(mass, Symbol) and mass.op == "logit_mass" for mass in masses)
-
-
-class Affine(NamedTuple):
-    """factor · rest + offset, of which only the rest differs between elements of a row."""
-
-    factor: Value
-    offset: Value
-    rest: Value
-
-
-def affine(x: Value) -> Affine:
-    """What x is in a row that is apart."""
-    if isinstance(x, Symbol):
-        match x.op, x.args:
-            case "mul", (a, b) if _is_common(a) or _is_common(b):
-                common, other = (a, b) if _is_common(a) else (b, a)
-                factor, offset, rest = affine(other)
-                return Affine(common * factor, common * offset, rest)
-            case "neg", (a,):
-                factor, offset, rest = affine(a)
-                return Affine(-factor, -offset, rest)
-            case "near", (_, _, _, apart):
-                return affine(apart)
-            case "logit_log_part", arguments:
-                return Affine(math.log(2), 0.0, _node("logit_log2_part", *arguments))
-            case "half_sign", (a,):
-                return Affine(1.0, -0.5, _node("step", a))
-    return Affine(1.0, 0.0, x)
-
-
-def _is_common(x: Value) -> bool:
-    return not isinstance(x, Symbol) or (
-        x.args[0] not in ("x", "y") if x.op == "variable" else all(map(_is_common, x.args))
-    )
-
-
-def bregman(z: Value) -> Value:
-    """(1 + z)·log(1 + z) - z >= 0 for z >= -1, to full relative accuracy; z**2 / 2 for small z."""
-    return _apply("bregman", z)
-
-
-def small_bregman(z: Value) -> Value:
+def small_bennett(z: Value) -> Value:
     """The same where |z| < 1/3 is known: no logarithm."""
-    return _apply("small_bregman", z)
+    return _apply("small_bennett", z)
 
 
 def _half_sign(x: Tensor) -> Tensor:
     return 0.5 * torch.sign(x)
-
-
-def _step(x: Tensor) -> Tensor:
-    return 0.5 + _half_sign(x)
 
 
 def _abs(x: Tensor) -> Tensor:
@@ -266,20 +215,18 @@ def _abs(x: Tensor) -> Tensor:
     return torch.where(x < 0, -x, x)
 
 
-def _near(x: Tensor, bound: float, close: Tensor, apart: Tensor) -> Tensor:
-    return torch.where(torch.abs(x) < bound, close, apart)
+def _select_near(x: Tensor, bound: float, near: Tensor, far: Tensor) -> Tensor:
+    return torch.where(torch.abs(x) < bound, near, far)
 
 
-def _logit_mass(x: Tensor, top: Tensor, scale: Tensor, inverse_total: Tensor) -> Tensor:
-    return torch.exp((x - top) * scale) * inverse_total
+def _logit_mass(x: Tensor, maximum: Tensor, inv_temperature: Tensor, inv_sum_exp: Tensor) -> Tensor:
+    return torch.exp((x - maximum) * inv_temperature) * inv_sum_exp
 
 
-def _logit_root(*logit: Tensor) -> Tensor:
-    return _sqrt(_logit_mass(*logit))
-
-
-def _logit_overlap(*arguments: Tensor) -> Tensor:
-    return overlap(_logit_mass(*arguments[:4]), _logit_mass(*arguments[4:8]), *arguments[8:])  # type: ignore[no-any-return]
+def _geometric_mean(p: Tensor, q: Tensor, ratio: Tensor, a: Value) -> Tensor:
+    # From the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow.
+    is_less = ratio < 0.0
+    return torch.where(is_less, q, p) * torch.exp(torch.where(is_less, a * ratio, (a - 1.0) * ratio))
 
 
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
@@ -292,9 +239,9 @@ def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
     return torch.div(x, torch.where(nothing, 1.0, y))
 
 
-def _part_of(x: Tensor, whole: Tensor) -> Tensor:
+def _fraction(part: Tensor, whole: Tensor) -> Tensor:
     nothing = torch.eq(whole, 0)
-    return torch.where(nothing, 0.0, x) / torch.where(nothing, 1.0, whole)
+    return torch.where(nothing, 0.0, part) / torch.where(nothing, 1.0, whole)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -324,15 +271,13 @@ def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(same, 0.0, log_p) - torch.where(same, 0.0, log_q)
 
 
-def _logit_difference(
-    y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, shift: Tensor, shift_low: Tensor
-) -> Tensor:
-    # The tensor path holds logits in float64, where the plain difference is exact enough.
+def _logit_difference(y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, high: Tensor, low: Tensor) -> Tensor:
+    # Tensors of logits are float64, where the plain difference is exact enough.
     nothing = torch.eq(y, -math.inf) & torch.eq(x, -math.inf)
-    return _log_difference(y * y_scale, x * x_scale) - torch.where(nothing, 0.0, shift + shift_low)
+    return _log_difference(y * y_scale, x * x_scale) - torch.where(nothing, 0.0, high + low)
 
 
-def _log_blend(ratio: Tensor, a: Value, b: Value) -> Tensor:
+def _log_mix(ratio: Tensor, a: Value, b: Value) -> Tensor:
     a, b = (torch.as_tensor(weight, dtype=ratio.dtype) for weight in (a, b))
     other = torch.where(ratio < 0, a, b)  # the weight of the smaller
     less = other * torch.expm1(-_abs(ratio))
@@ -348,30 +293,30 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return result
 
 
-_GAP_SERIES = [(-1.0) ** k / math.factorial(k) for k in range(2, 18)]
+_EXP_REMAINDER = [(-1.0) ** k / math.factorial(k) for k in range(2, 18)]
 
 
-def _gap(d: Tensor) -> Tensor:
+def _exp_remainder(d: Tensor) -> Tensor:
     small = torch.abs(d) < 0.5
     near = torch.where(small, d, 0.0)
     far = torch.where(small, 1.0, d)
-    return torch.where(small, near * near * _polynomial(near, _GAP_SERIES), far + torch.expm1(-far))
+    return torch.where(small, near * near * _polynomial(near, _EXP_REMAINDER), far + torch.expm1(-far))
 
 
-_ATANH_SERIES = [2.0 / k for k in range(3, 33, 2)]
+_ATANH = [2.0 / k for k in range(3, 33, 2)]
 
 
-def _bregman(z: Tensor) -> Tensor:
+def _bennett(z: Tensor) -> Tensor:
     small = torch.abs(z) < 0.375
     far = torch.where(small | torch.eq(z, -1.0), 1.0, z)
     direct = torch.where(torch.eq(z, -1.0), 1.0, (1.0 + far) * torch.log1p(far) - far)
-    return torch.where(small, _small_bregman(z), direct)
+    return torch.where(small, _small_bennett(z), direct)
 
 
-def _small_bregman(z: Tensor) -> Tensor:
+def _small_bennett(z: Tensor) -> Tensor:
     near = torch.where(torch.abs(z) < 0.375, z, 0.0)
     s = near / (2.0 + near)
-    tail = s * s * s * _polynomial(s * s, _ATANH_SERIES)  # log1p(z) - 2s, with s = z / (2 + z)
+    tail = s * s * s * _polynomial(s * s, _ATANH)  # log1p(z) - 2s, with s = z / (2 + z)
     return (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
 
 
@@ -385,32 +330,29 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "abs": _abs,
     "half_sign": _half_sign,
-    "step": _step,
     "where": torch.where,
     "exp": torch.exp,
     "expm1": torch.expm1,
+    "small_expm1": torch.expm1,
     "log": torch.log,
     "log1p": torch.log1p,
     "sqrt": _sqrt,
-    "near": _near,
-    "logit_mass": _logit_mass,
-    "logit_root": _logit_root,
-    "logit_overlap": _logit_overlap,
-    "logit_log_part": lambda x, top, scale, inverse_total, mixture, share: share,
-    "logit_log2_part": lambda x, top, scale, inverse_total, mixture, share: share / math.log(2),
+    "select_near": _select_near,
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
+    "fraction": _fraction,
     "mixture": lambda a, p, b, q: a * p + b * q,
-    "part_of": _part_of,
+    "geometric_mean": _geometric_mean,
     "log_quotient": _log_quotient,
     "log_difference": _log_difference,
+    "log_fraction": lambda part, whole, value: value,
+    "log_mix": _log_mix,
+    "logit_mass": _logit_mass,
     "logit_difference": _logit_difference,
-    "gap": _gap,
-    "small_gap": _gap,
-    "small_expm1": torch.expm1,
-    "log_blend": _log_blend,
-    "bregman": _bregman,
-    "small_bregman": _small_bregman,
+    "exp_remainder": _exp_remainder,
+    "small_exp_remainder": _exp_remainder,
+    "bennett": _bennett,
+    "small_bennett": _small_bennett,
 }
 
 

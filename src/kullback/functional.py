@@ -1,23 +1,23 @@
-"""User functions: contracts, argument order, reductions, row weights."""
+"""User functions: contracts and argument order. Each checks its arguments once, then calls one driver."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kullback import checks, linear, ops, sparse
+from kullback import autograd, backends, checks, linear, topk
 from kullback.forms import FORMS
-from kullback.linear import Projection
-from kullback.observed import hides_gradients
-from kullback.rows import Problem, accumulator
+from kullback.linear import Operands
+from kullback.problem import Problem, Side
+from kullback.reductions import reduction_of
+from kullback.tracing import in_functorch
 
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
-KL = {(q, p): Problem("kl", q, p) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
+KL = {(q, p): Problem("kl", Side(q), Side(p)) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
 
 
 def kl_div(
@@ -57,6 +57,7 @@ def kl_div(
     >>> kullback.kl_div(q.log(), p, reduction="batchmean")
     tensor(0.3466)
     """
+    backends.begin()
     checks.check_pair(input, target)
     checks.check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
     checks.check_name("form", form, ELEMENTWISE_FORMS)
@@ -75,12 +76,12 @@ def kl_div(
         dtype = torch.float32
     problem = KL[form, "log_probs" if log_target else "probs"]
     if reduction == "none":
-        return ops.per_row(input.unsqueeze(-1), target.unsqueeze(-1), None, problem, dtype)
+        return autograd.per_row(problem, input.unsqueeze(-1), target.unsqueeze(-1), None, dtype)
     count = batch if reduction == "batchmean" else 1 if reduction == "sum" else input.numel()
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
-    return ops.total(input, target, None, scale, problem, dtype)
+    return autograd.total(problem, input, target, None, scale, dtype)
 
 
 def divergence(
@@ -105,20 +106,20 @@ def divergence(
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
 
-    ============== ==========================================================  ===========
-    kind           definition, p = target, q = input                           parameter
-    ============== ==========================================================  ===========
-    kl             Σ p log(p/q)
-    reverse_kl     Σ q log(q/p)
-    jeffreys       kl + reverse_kl
-    jensen_shannon w·KL(p‖m) + (1-w)·KL(q‖m), m = w·p + (1-w)·q                weight=0.5
-    skew_kl        KL(p ‖ a·p + (1-a)·q)                                       alpha=0.1
-    total_variation ½ Σ abs(p - q)
-    hellinger      ½ Σ (√p - √q)²
-    chi2           Σ (p - q)²/q
-    alpha          (1 - Σ p^a q^(1-a)) / (a(1-a)), Amari's                     alpha=0.5
-    renyi          log(Σ p^a q^(1-a)) / (a-1)                                  alpha=0.5
-    ============== ==========================================================  ===========
+    ===============  ============================================  =========
+    kind             definition, p = target, q = input             parameter
+    ===============  ============================================  =========
+    kl               Σ p log(p/q)
+    reverse_kl       Σ q log(q/p)
+    jeffreys         Σ (p - q) log(p/q)
+    jensen_shannon   b·KL(p‖m) + (1-b)·KL(q‖m), m = b·p + (1-b)·q  beta=0.5
+    skew_kl          KL(p ‖ a·p + (1-a)·q)                         alpha=0.1
+    total_variation  ½ Σ abs(p - q)
+    hellinger        ½ Σ (√p - √q)²
+    chi2             Σ (p - q)²/q
+    alpha            (1 - Σ p^a q^(1-a)) / (a(1-a))                alpha=0.5
+    renyi            log(Σ p^a q^(1-a)) / (a-1)                    alpha=0.5
+    ===============  ============================================  =========
 
     Probabilities and log-probabilities are taken as they are, normalised or not; logits by their softmax.
     0 · log 0 is 0 in value and gradients; p > 0 where q = 0 makes kl +inf; NaN stays in its row.
@@ -165,28 +166,33 @@ def divergence(
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     >>> kullback.divergence(student, teacher)
     tensor(0.3776)
-    >>> kullback.divergence(student, teacher, "jensen_shannon", weight=0.5, reduction="none")
+    >>> kullback.divergence(student, teacher, "jensen_shannon", beta=0.5, reduction="none")
     tensor([0.0807])
     """
+    backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
-    problem = checks.problem_of(
-        *(kind, form, target_form, temperature, target_temperature, logit_scale, target_logit_scale),
-        *(softcap, target_softcap, checks.valid_vocab(valid_vocab, input, target), *params, *params.values()),
+    problem = checks.problem(
+        kind,
+        params,
+        form=form,
+        target_form=target_form,
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+        vocab=checks.valid_vocab(valid_vocab, input, target),
     )
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
-    return _reduce(
-        lambda coefficient, scale: ops.total(input, target, coefficient, scale, problem, dtype, inplace),
-        lambda coefficient: ops.per_row(input, target, coefficient, problem, dtype),
-        input,
-        weight,
-        reduction,
-        normalizer,
-        dtype,
-    )
+    reduced = reduction_of(reduction, input, weight, normalizer, dtype)
+    if reduced.per_row:
+        return reduced.finish(autograd.per_row(problem, input, target, reduced.row_weight, dtype))
+    return reduced.finish(autograd.total(problem, input, target, reduced.row_weight, reduced.scale, dtype, inplace))
 
 
 def topk_divergence(
@@ -263,31 +269,32 @@ def topk_divergence(
     >>> kullback.topk_divergence(student, teacher.log_softmax(-1).gather(-1, own), own, "reverse_kl")
     tensor(0.0968)
     """
+    backends.begin()
     checks.check_tensor("input", input)
     checks.check_name("form", form, FORMS)
     checks.check_reduction(reduction, normalizer, input)
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
-    valid = checks.valid_width(valid_vocab, input.size(-1))
+    vocab = checks.valid_width(valid_vocab, input.size(-1))
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    # The teacher's as if of logits: its entries may be tempered, whatever they are.
-    target_temperature = temperature if target_temperature is None else target_temperature
-    problem = checks.problem_of(
-        *(kind, form, "logits", temperature, target_temperature, logit_scale, 1.0),
-        *(softcap, None, valid, *params, *params.values()),
+    problem = checks.problem(
+        kind,
+        params,
+        form=form,
+        target_form="logits",  # whatever they are, entries may be tempered
+        temperature=temperature,
+        target_temperature=temperature if target_temperature is None else target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=1.0,
+        softcap=softcap,
+        vocab=vocab,
     )
-    words = valid or input.size(-1)
-    skipped = None if weight is None else weight.detach() == 0
-    support = sparse.support(target_values, target_indices, target_form, tail, form, problem, words, skipped)
+    of = topk.entries_of(target_form, tail, form, vocab or input.size(-1))
+    teacher = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
-    return _reduce(
-        lambda coefficient, scale: sparse.total(input, support, coefficient, scale, dtype),
-        lambda coefficient: sparse.per_row(input, support, coefficient, dtype),
-        input,
-        weight,
-        reduction,
-        normalizer,
-        dtype,
-    )
+    reduced = reduction_of(reduction, input, weight, normalizer, dtype)
+    if reduced.per_row:
+        return reduced.finish(topk.per_row(input, teacher, reduced.row_weight, dtype))
+    return reduced.finish(topk.total(input, teacher, reduced.row_weight, reduced.scale, dtype))
 
 
 def linear_divergence(
@@ -358,100 +365,84 @@ def linear_divergence(
     >>> kullback.linear_divergence(hidden, head, teacher, its_head)
     tensor(0.3776)
     """
+    backends.begin()
     checks.check_chunk_rows(chunk_rows)
-    if hides_gradients():
-        raise RuntimeError("linear_divergence is not for torch.func's transforms; divergence(F.linear(...), ...) is")
-    if "weight_" in params:
-        params["weight"] = params.pop("weight_")
-    student = Projection(*checks.projection("input", input, "weight", weight, "bias", bias))
-    if target_weight is not None:
-        projected = checks.projection("target", target, "target_weight", target_weight, "target_bias", target_bias)
-        teacher = Projection(*projected)
-    else:
+    if in_functorch():
+        raise RuntimeError(
+            "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
+        )
+    hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
+    if target_weight is None:
         checks.check_tensor("target", target)
-        teacher = Projection(target)
+    else:
+        target, target_weight, target_bias = checks.projection(
+            "target", target, "target_weight", target_weight, "target_bias", target_bias
+        )
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
+    vocab, target_vocab = weight.size(0), target.size(-1) if target_weight is None else target_weight.size(0)
     ids, negligible = None, 0.0
-    if target_indices is not None:
+    if target_indices is None:
+        vocab = checks.shared_vocab(valid_vocab, vocab, target_vocab)
+        if target_weight is None and target_vocab != vocab:
+            target = target[..., :vocab]
+        problem = checks.problem(
+            kind,
+            params,
+            form="logits",
+            target_form=target_form,
+            temperature=temperature,
+            target_temperature=target_temperature,
+            logit_scale=logit_scale,
+            target_logit_scale=target_logit_scale,
+            softcap=softcap,
+            target_softcap=target_softcap,
+        )
+    else:
         if target_logit_scale is not None or target_softcap is not None:
             raise ValueError(
                 "target_logit_scale and target_softcap are of all logits, not of entries; got target_indices"
             )
-        words = checks.valid_width(valid_vocab, student.words) or student.words
-        problem = checks.problem_of(
-            *(kind, "logits", "logits", temperature, target_temperature, logit_scale, 1.0),
-            *(softcap, None, 0, *params, *params.values()),
+        vocab = checks.valid_width(valid_vocab, vocab) or vocab
+        problem = checks.problem(
+            kind,
+            params,
+            form="logits",
+            temperature=temperature,
+            target_temperature=target_temperature,
+            logit_scale=logit_scale,
+            target_logit_scale=1.0,
+            softcap=softcap,
         )
-        skipped = None if row_weight is None else row_weight.detach() == 0
-        form = "log_probs" if target_form is None else target_form
-        support = sparse.support(target, target_indices, form, tail, "logits", problem, words, skipped)
-        teacher, problem, negligible = Projection(support.target), support.problem, support.negligible
-        ids = support.ids.reshape(math.prod(input.shape[:-1]), support.ids.size(-1))
-    else:
-        words = checks.shared_words(valid_vocab, student.words, teacher.words)
-        teacher = teacher.of_words(words)
-        problem = checks.problem_of(
-            *(kind, "logits", target_form, temperature, target_temperature, logit_scale, target_logit_scale),
-            *(softcap, target_softcap, 0, *params, *params.values()),
-        )
-    operands = linear.Operands(student.of_words(words).rows(), teacher.rows(), ids, negligible)
-    dtype = checks.LOSS_DTYPES[student.hidden.dtype, teacher.hidden.dtype]
-    shape, step = input.shape[:-1], chunk_rows or 0
-
-    def each(coefficient: Tensor | None) -> Tensor | None:
-        return None if coefficient is None else coefficient.expand(shape).reshape(-1)
-
-    return _reduce(
-        lambda coefficient, scale: linear.total(operands, each(coefficient), scale, problem, dtype, step),
-        lambda coefficient: linear.per_row(operands, each(coefficient), problem, dtype, step).view(shape),
-        input,
-        row_weight,
-        reduction,
-        normalizer,
-        dtype,
+        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", vocab)
+        teacher = topk.teacher(problem, target, target_indices, of, row_weight)
+        problem, target, ids, negligible = teacher.problem, teacher.target, teacher.ids, teacher.negligible
+    operands = Operands(
+        rows_of(hidden),
+        first(weight, vocab),
+        None if bias is None else first(bias, vocab),
+        rows_of(target),
+        None if target_weight is None else first(target_weight, vocab),
+        None if target_bias is None else first(target_bias, vocab),
+        None if ids is None else rows_of(ids),
     )
+    dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
+    task = linear.task_of(problem, operands, negligible, dtype, chunk_rows or 0)
+    reduced = reduction_of(reduction, input, row_weight, normalizer, dtype)
+    each = reduced.row_weight
+    if each is not None:
+        each = each.expand(input.shape[:-1]).reshape(-1)
+    if reduced.per_row:
+        return reduced.finish(linear.per_row(task, operands, each).view(input.shape[:-1]))
+    return reduced.finish(linear.total(task, operands, each, reduced.scale))
 
 
-def _reduce(
-    total: Callable[[Tensor | None, float], Tensor],
-    per_row: Callable[[Tensor | None], Tensor],
-    input: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    normalizer: float | Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The input's rows reduced, by what finds scale · Σ coefficient · loss and coefficient · loss of each row."""
-    if weight is not None and (weight.requires_grad or hides_gradients()):
-        # A weight's gradient is its row's loss: rows are weighted in the open. Zeros are still not read.
-        losses = per_row((weight.detach() != 0).to(weight.dtype))
-        losses = (losses * weight).to(dtype)
-        if reduction == "none":
-            return losses
-        if reduction == "sum":
-            return losses.sum()
-        if normalizer is None:
-            normalizer = weight.sum()
-        divisor = _nonzero(normalizer) if isinstance(normalizer, Tensor) else normalizer
-        return (losses.sum() / divisor).to(dtype)
-    if reduction == "none":
-        return per_row(weight)
-    if reduction == "sum":
-        return total(weight, 1.0)
-    if isinstance(normalizer, Tensor):
-        if normalizer.requires_grad or hides_gradients():
-            return (total(weight, 1.0) / _nonzero(normalizer)).to(dtype)
-        inverse = 1 / _nonzero(normalizer.detach().to(input.device, accumulator(input)))
-        return total(inverse if weight is None else weight * inverse, 1.0)
-    if normalizer is not None:
-        return total(weight, 1 / normalizer)
-    if weight is not None:
-        return total(weight / _nonzero(weight.sum()), 1.0)
-    return total(None, 1 / max(math.prod(input.shape[:-1]), 1))
+def rows_of(tensor: Tensor) -> Tensor:
+    """[rows, ...] of [..., rows, ...]"""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
 
 
-def _nonzero(divisor: Tensor) -> Tensor:
-    """The divisor, or 1 for 0: with no weight at all the loss is 0, not NaN."""
-    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)
+def first(tensor: Tensor, count: int) -> Tensor:
+    """Of the first dimension so many; a slice of all would cost autograd a copy."""
+    return tensor if tensor.size(0) == count else tensor[:count]

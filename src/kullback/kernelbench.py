@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kullback.backends import cuda
-from kullback.backends.cuda import plan
+from kullback.backends.cuda import literal, plan
 from kullback.functional import kl_div
 
 ROWS = VOCAB = 16384
@@ -35,19 +34,42 @@ def inputs(rows: int = ROWS, vocab: int = VOCAB, **options: object) -> tuple[Ten
 def standalone() -> str:
     """One Python file that needs torch and nvcc only: the row kernel of the problem, built by load_inline."""
     shape = plan.shape(plan.THREADS, True, torch.float32, torch.float32, 0)
-    variant = cuda.Variant(
-        "kl",
-        "probs",
-        "probs",
-        torch.float32,
-        torch.float32,
-        torch.float64,
-        torch.float32,
-        True,
-        (False, False),
-        shape,
+    variant = literal.Variant(
+        kind="kl",
+        form="probs",
+        target_form="probs",
+        x=torch.float32,
+        y=torch.float32,
+        weight=torch.float64,
+        loss=torch.float32,
+        verb="loss",
+        known=False,
+        has_outputs=True,
+        wants=(False, False),
     )
-    return STANDALONE.replace("@KERNEL@", cuda.source(variant))
+    arguments = literal.Arguments(
+        x="x.data_ptr<float>()",
+        y="y.data_ptr<float>()",
+        d_input="nullptr",
+        d_target="nullptr",
+        row_weight="nullptr",
+        known="nullptr",
+        found="nullptr",
+        loss="nullptr",
+        total="result.data_ptr<float>()",
+        partial="partial",
+        ticket="(unsigned *)(partial + blocks)",
+        rows="1",
+        vocab="count",
+        x_stride="count",
+        y_stride="count",
+        d_input_stride="0",
+        d_target_stride="0",
+        scale="1.0 / x.size(0)",
+        parameter="0.0",
+    )
+    text = STANDALONE.replace("@KERNEL@", literal.source(variant, shape))
+    return text.replace("@ARGUMENTS@", ",\n        ".join(arguments))
 
 
 STANDALONE = '''\
@@ -65,10 +87,7 @@ cuda_source = r"""
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/extension.h>
 
-namespace kullback {
 @KERNEL@
-}
-
 torch::Tensor kl_div_forward_cuda(torch::Tensor predictions, torch::Tensor targets)
 {
     TORCH_CHECK(predictions.is_cuda() && targets.device() == predictions.device(), "inputs must be on one CUDA device");
@@ -78,16 +97,15 @@ torch::Tensor kl_div_forward_cuda(torch::Tensor predictions, torch::Tensor targe
     const c10::cuda::CUDAGuard guard(predictions.device());
     const auto x = predictions.contiguous(), y = targets.contiguous();
     int resident = 0;
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kullback::kullback_rows, THREADS, 0));
+    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kullback::kullback_literal, THREADS, 0));
     const long long count = x.numel(), tile = (long long)THREADS * WIDTH * UNROLL;
     const long long full = (long long)resident * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const long long blocks = std::max(1LL, std::min(full, (count + tile - 1) / tile));
     auto workspace = torch::zeros({blocks + 1}, x.options().dtype(torch::kFloat64));
     auto result = torch::empty({}, x.options());
     double *partial = workspace.data_ptr<double>();
-    kullback::kullback_rows<<<blocks, THREADS, 0, at::cuda::getCurrentCUDAStream()>>>(
-        x.data_ptr<float>(), y.data_ptr<float>(), nullptr, nullptr, nullptr, nullptr, result.data_ptr<float>(), partial,
-        (unsigned *)(partial + blocks), 1, count, count, count, 0, 0, 1.0 / x.size(0), 0.0);
+    kullback::kullback_literal<<<blocks, THREADS, 0, at::cuda::getCurrentCUDAStream()>>>(
+        @ARGUMENTS@);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     return result;
 }

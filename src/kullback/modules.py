@@ -1,4 +1,4 @@
-"""nn.Module faces of the functions: options at construction, tensors at call."""
+"""nn.Module faces of the functions: options at construction, where they are checked; tensors at call."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kullback import functional
+from kullback import checks, functional
 
 
 class KLDivLoss(nn.Module):
-    """Drop-in for :class:`torch.nn.KLDivLoss`; see :func:`kullback.kl_div`.
+    """Drop-in for `torch.nn.KLDivLoss`; see `kullback.kl_div`.
 
     >>> import torch, kullback
     >>> loss = kullback.KLDivLoss(reduction="batchmean", form="probs")
@@ -20,6 +20,9 @@ class KLDivLoss(nn.Module):
 
     def __init__(self, reduction: str = "mean", log_target: bool = False, *, form: str = "log_probs") -> None:
         super().__init__()
+        checks.check_name("reduction", reduction, functional.ELEMENTWISE_REDUCTIONS)
+        checks.check_flag("log_target", log_target)
+        checks.check_name("form", form, functional.ELEMENTWISE_FORMS)
         self.reduction = reduction
         self.log_target = log_target
         self.form = form
@@ -32,9 +35,9 @@ class KLDivLoss(nn.Module):
 
 
 class _WithOptions(nn.Module):
-    """A loss of a kind, its options held."""
+    """A loss of a kind, its options kept."""
 
-    def __init__(self, kind: str = "kl", **options: Any) -> None:
+    def __init__(self, kind: str, options: dict[str, Any]) -> None:
         super().__init__()
         self.kind = kind
         self.options = options
@@ -44,13 +47,24 @@ class _WithOptions(nn.Module):
 
 
 class DivergenceLoss(_WithOptions):
-    """:func:`kullback.divergence` with its options held; `row_weight` and `normalizer` come with a call.
+    """`kullback.divergence` with its options kept; `row_weight` and `normalizer` come with a call.
+
+    Args:
+        kind: as of `kullback.divergence`.
+        **options: its options and the kind's parameter, by name.
+
+    Raises:
+        TypeError, ValueError: of `kullback.divergence`, for options that are wrong whatever the tensors.
 
     >>> import torch, kullback
     >>> loss = kullback.DivergenceLoss("total_variation", form="probs")
     >>> loss(torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]]))
     tensor(0.5000)
     """
+
+    def __init__(self, kind: str = "kl", **options: Any) -> None:
+        checks.check_options(kind, options, checks.DENSE_OPTIONS)
+        super().__init__(kind, options)
 
     def forward(
         self,
@@ -66,9 +80,14 @@ class DivergenceLoss(_WithOptions):
 
 
 class LinearDivergenceLoss(_WithOptions):
-    """:func:`kullback.linear_divergence` with its options held; tensors come with a call.
+    """`kullback.linear_divergence` with its options kept; tensors, heads among them, come with a call.
 
-    Heads come with a call too, so `weight` is the kind's parameter here.
+    Args:
+        kind: as of `kullback.divergence`.
+        **options: options of `kullback.linear_divergence` that are no tensors, and the kind's parameter, by name.
+
+    Raises:
+        TypeError, ValueError: of `kullback.linear_divergence`, for options that are wrong whatever the tensors.
 
     >>> import torch, kullback
     >>> loss = kullback.LinearDivergenceLoss("kl", temperature=2.0)
@@ -77,13 +96,33 @@ class LinearDivergenceLoss(_WithOptions):
     tensor(0.0934)
     """
 
+    def __init__(self, kind: str = "kl", **options: Any) -> None:
+        checks.check_options(kind, options, checks.LINEAR_OPTIONS)
+        super().__init__(kind, options)
+
     def forward(
         self,
         input: Tensor,
         weight: Tensor,
         target: Tensor,
         target_weight: Tensor | None = None,
-        **tensors: Any,
+        *,
+        bias: Tensor | None = None,
+        target_bias: Tensor | None = None,
+        target_indices: Tensor | None = None,
+        row_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
     ) -> Tensor:
-        options = {"weight_" if name == "weight" else name: value for name, value in self.options.items()}
-        return functional.linear_divergence(input, weight, target, target_weight, self.kind, **options, **tensors)
+        return functional.linear_divergence(
+            input,
+            weight,
+            target,
+            target_weight,
+            self.kind,
+            bias=bias,
+            target_bias=target_bias,
+            target_indices=target_indices,
+            row_weight=row_weight,
+            normalizer=normalizer,
+            **self.options,
+        )

@@ -1,4 +1,4 @@
-"""CUDA kernels on a CPU: their own source, compiled for it, run by fibers.
+"""CUDA kernels on a CPU: their own source, of which cuda/ptx.cuh here takes one file's place, run by fibers.
 
 Slow, and the special functions are libm's: it tells whether a kernel is right, and nothing of its speed.
 """
@@ -14,61 +14,30 @@ import torch
 
 from kullback.backends import build, cuda
 from kullback.backends.c import compile
-from kullback.backends.cuda import logits, support
-from kullback.backends.cuda.launch import text
+from kullback.backends.cuda import literal, logits, scale, source, topk
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
-UNARY = re.compile(r'asm\("([a-zA-Z0-9.]+) %0, ([^"]*);" : "=[fh]"\(([\w.]+)\) : (.*)\);')
-OPERAND = re.compile(r'"[fh]"\(')
-SHARED_VECTOR = re.compile(r'asm volatile\("ld\.shared\.v4.*?"r"\((.*?)\)\);', re.S)
-HALVES = re.compile(
-    r'asm\("cvt\.rn\.satfinite\.f16x2\.f32 %0, %1, %2;" : "=r"\((.*?)\) : "f"\((.*?)\), "f"\((.*?)\)\);'
-)
-TYPES = {"double": ctypes.c_double, "long long": ctypes.c_int64}
+KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
+MODULES = literal, logits, scale, topk
 
 
-def on_cpu(source: str) -> str:
-    """The CUDA file with its assembly spelled as calls."""
-
-    def call(match):
-        name = "ptx_" + match[1].replace(".", "_")
-        operands = OPERAND.sub("(", match[4])
-        return f"{match[3]} = {name}({operands});"
-
-    source = source.replace(text("logits/cluster.cuh"), (HERE / "cluster.h").read_text())
-    source = UNARY.sub(call, source)
-    source = HALVES.sub(r"\1 = halves_of(\2, \3);", source)
-    source = SHARED_VECTOR.sub(r"words[i] = *gpu::vector_at(\1);", source)
-    source = re.sub(r'(asm|asm volatile)\("" : "\+f"\(x\)\);', r'\1("" : "+x"(x));', source)
-    source = re.sub(r'asm volatile\("bar\.sync[^;]*;[^;]*;', WAIT, source)
-    source = re.sub(
-        r"extern __shared__ (?:__align__\(128\) )?([\w ]+) (\w+)\[\];",
-        r"#define \2 ((\1 *)gpu::own().shared)",
-        source,
-    )
-    source = source.replace(
-        "__shared__ double results[GROUPS];",
-        "static double results_of[gpu::MOST_BLOCKS][GROUPS];\n#define results results_of[gpu::rank]\n",
-    )
-    return "#pragma once\n" + (HERE / "gpu.h").read_text() + source
+def inlined(name, printed):
+    """`source.inlined`, but for what stands here."""
+    return source.inlined(name, printed, (HERE, source.ROOT))
 
 
-WAIT = "gpu::wait(gpu::own().named[team.group + 1], LANES);"
-
-
-def library(source: str, name: str) -> ctypes.CDLL:
+def library(text: str, name: str) -> ctypes.CDLL:
     """With `run(clusters, blocks of a cluster, threads of a block, *the kernel's arguments)`."""
-    parameters = re.search(rf"\b{name}\(([^)]*)\)", source)[1].split(",")
+    parameters = re.search(rf"\b{name}\(([^)]*)\)", text)[1].split(",")
     names = ", ".join(re.search(r"(\w+)\s*$", parameter)[1] for parameter in parameters)
-    wrapper = (
+    text += (
         f'extern "C" int run(int clusters, int cluster, int threads, {", ".join(parameters)})\n'
         f"{{\n    return gpu::launch(clusters, cluster, threads, [=] {{ {name}({names}); }});\n}}\n"
     )
-    text = on_cpu(source) + wrapper
     path = build.cached(compile.key(FLAGS, text), ".so", lambda: built(text))
     run = ctypes.CDLL(str(path)).run
-    kinds = [ctypes.c_void_p if "*" in p else TYPES[p.rsplit(None, 1)[0].strip()] for p in parameters]
+    kinds = [ctypes.c_void_p if "*" in p else KINDS[p.rsplit(None, 1)[0].strip()] for p in parameters]
     run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *kinds]
     return run
 
@@ -78,7 +47,8 @@ def built(text: str) -> bytes:
         code, binary = Path(directory) / "kernel.cpp", Path(directory) / "kernel.so"
         code.write_text(text)
         done = subprocess.run(["g++", *FLAGS, str(code), "-o", str(binary)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-4000:]
+        if done.returncode:
+            raise build.BuildError(done.stderr[-4000:])
         return binary.read_bytes()
 
 
@@ -88,7 +58,7 @@ class Launcher:
     blocks = 3
 
     def __init__(self, text, name, index, threads=256, cluster=1, shared=0):
-        self.run, self.cluster, self.threads = library(text, name), cluster, threads
+        self.run, self.cluster, self.threads = library(f"{text}using namespace kullback;\n", name), cluster, threads
 
     def __call__(self, blocks, *arguments):
         assert self.run(max(1, min(blocks, self.blocks)), self.cluster, self.threads, *arguments), "the kernel hangs"
@@ -105,15 +75,14 @@ workspace.kept = []
 
 @contextlib.contextmanager
 def emulated(monkeypatch):
-    """Inside, the CUDA path's verbs run on CPU tensors; rows stay off the chip, until `on_chip` is called."""
-    caches = [cuda._launcher, cuda._scaler, logits._prepared, logits._launcher]
-    caches += [support._launcher, support._entries_launcher]
-    for module in (cuda, logits, support):
+    """Inside, the CUDA backend works on CPU tensors; rows stay off the chip, until `on_chip` is called."""
+    caches = [value for module in MODULES for value in vars(module).values() if hasattr(value, "cache_clear")]
+    for module in MODULES:
         monkeypatch.setattr(module, "Launcher", Launcher)
-    for module in (cuda, logits):
+        monkeypatch.setattr(module, "inlined", inlined)
+    for module in (literal, logits):
         monkeypatch.setattr(module, "workspace", workspace)
-    monkeypatch.setattr(cuda, "unavailable", lambda index: None)
-    monkeypatch.setattr(cuda, "why_not", lambda problem, x, y: logits.why_not(x, y) if problem.needs_norms else None)
+    monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
     monkeypatch.setattr(logits, "_has_clusters", lambda index: False)
     for cache in caches:
         cache.cache_clear()

@@ -1,5 +1,6 @@
-/* What a CUDA kernel wants of the GPU, on a CPU: the threads of a cluster's blocks are fibers, switched where they wait for
-   each other; clusters run one after another. Numbers of the special-function unit are libm's. */
+/* What a CUDA kernel wants of CUDA, on a CPU: the threads of a cluster's blocks are fibers, switched where they wait for
+   each other; clusters run one after another. PTX is in cuda/ptx.cuh. */
+#pragma once
 
 #include <algorithm>
 #include <cmath>
@@ -133,6 +134,12 @@ template <typename T> static T from_lane(T value, int other)
     return result;
 }
 
+/* An array in shared memory: each block of the cluster has its own */
+template <typename T, int COUNT> struct PerBlock {
+    T of[MOST_BLOCKS][COUNT];
+    T &operator[](unsigned i) { return of[rank][i]; }
+};
+
 template <typename To, typename From> static To bits_of(From x)
 {
     To result;
@@ -151,6 +158,7 @@ template <typename To, typename From> static To bits_of(From x)
 #define __threadfence()
 #define __ldcg(p) (*(p))
 #define __ldg(p) (*(p))
+#define __ldcs(p) (*(p))
 #define __stcs(p, value) (*(p) = (value))
 #define __float_as_uint(x) gpu::bits_of<unsigned>((float)(x))
 #define __uint_as_float(x) gpu::bits_of<float>((unsigned)(x))
@@ -177,26 +185,3 @@ static inline bool __all_sync(unsigned, bool x)
 static void __assertfail(const char *message, const char *, unsigned, const char *, size_t) { fputs(message, stderr); abort(); }
 using std::max;
 using std::min;
-
-/* Instructions that kernels name themselves */
-static inline float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0, x) : x; }
-static inline float ptx_ex2_approx_f32(float x) { return exp2f(x); }
-static inline float ptx_ex2_approx_ftz_f32(float x) { return flushed(exp2f(flushed(x))); }
-/* with the mean error of an H200's that grows with the logarithm (docs/numerics.md): kernels take it off */
-static inline float ptx_lg2_approx_ftz_f32(float x) { return (float)(log2(flushed(x)) * (1 - 4.6e-8)); }
-static inline float ptx_rcp_approx_ftz_f32(float x) { return flushed(1 / flushed(x)); }
-static inline float ptx_sqrt_approx_ftz_f32(float x) { return sqrtf(flushed(x)); }
-static inline float ptx_max_NaN_f32(float x, float y) { return x != x ? x : y != y ? y : x > y ? x : y; }
-static inline float ptx_mul_ftz_f32(float x, float y) { return flushed(flushed(x) * flushed(y)); }
-static inline float ptx_cvt_f32_f16(unsigned short x) { return (float)gpu::bits_of<_Float16>(x); }
-static inline unsigned short ptx_cvt_rn_f16_f32(float x) { return gpu::bits_of<unsigned short>((_Float16)x); }
-static inline unsigned halves_of(float high, float low)
-{
-    const auto half = [](float x) { return (unsigned)ptx_cvt_rn_f16_f32(x > 65504 ? 65504 : x < -65504 ? -65504 : x); };
-    return half(high) << 16 | half(low);
-}
-static inline unsigned short ptx_cvt_rn_bf16_f32(float x)
-{
-    const unsigned word = gpu::bits_of<unsigned>(x);
-    return x != x ? 0x7fff : (unsigned short)((word + 0x7fff + (word >> 16 & 1)) >> 16);
-}

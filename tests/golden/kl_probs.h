@@ -1,19 +1,20 @@
-#define NEEDS_NORMS 0
+#define HAS_LOGITS 0
+#define HAS_MOMENTS 0
 #define FINISH_IS_LINEAR 1
 #define FINISH_IS_IDENTITY 1
-typedef struct { real input_scale, input_top, input_inverse_total, input_log_total, input_sum_gradient, target_scale, target_top, target_inverse_total, target_log_total, target_sum_gradient, shift_high, shift_low; } Row;
+typedef struct { real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum, target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum, log_z_diff_high, log_z_diff_low; } Row;
 typedef struct { real none; } Parameters;
-typedef struct { real term, d_log_p, d_log_q, input, target, excess; } Element;
-typedef struct { double loss, slope; } Finish;
+typedef struct { real term, d_log_p, d_log_q, input, target, q_minus_p; } Element;
+typedef struct { double loss, derivative; } Finish;
 
-INLINE Element k_element(real x, real y, Row row, Parameters parameters)
+INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
 {
-    const real v0 = k_log_quotient(y, x);
-    const real v1 = k_mass_times(y, v0);
+    const real v0 = safe_log_quotient(y, x);
+    const real v1 = safe_mass_times(y, v0);
     const real v2 = v1 + y;
     const real v3 = -y;
-    const real v4 = k_ratio_or_zero(v3, x);
-    const real v5 = k_ratio_or_zero(v2, y);
+    const real v4 = safe_ratio_or_zero(v3, x);
+    const real v5 = safe_ratio_or_zero(v2, y);
     const real v6 = x - y;
     Element result = { v1, v2, v3, v4, v5, v6 };
     return result;

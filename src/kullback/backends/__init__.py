@@ -1,51 +1,78 @@
-"""Which path computes: cuda, c or torch, chosen by the tensors; and the report of why."""
+"""Which backend computes: cuda, c or torch, chosen by the tensors; and the report of why."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
 
-from torch import Tensor
+import torch
 
-from kullback.backends import c, cuda
-from kullback.backends import torch as torch_path
+from kullback.backends import c, cuda, pytorch
 from kullback.backends.build import BuildError
-from kullback.rows import Problem
+from kullback.work import Rows, Scale, Work
 
-PATHS = {"cuda": cuda, "c": c, "torch": torch_path}  # the first that can, does
 
-# Of the process, not of a context: backward runs on threads of autograd's own.
-_forced: str | None = None
-_broken: dict[str, str] = {}  # paths that failed to build a kernel in this process, and how
+class Backend(Protocol):
+    """What a backend is: two functions of a module."""
+
+    def why_not(self, work: Work) -> str | None:
+        """Why it cannot do the work, or None."""
+
+    def run(self, work: Work) -> None:
+        """Do it: whatever is wanted is written where the record says. BuildError, if raised, comes before that."""
+
+
+BACKENDS: dict[str, Backend] = {"cuda": cuda, "c": c, "torch": pytorch}  # the first that can, does
+
+_forced: ContextVar[str | None] = ContextVar("kullback backend", default=None)
+_told: set[str] = set()  # failures that this process has been warned of
 
 
 class BackendInfo(NamedTuple):
-    """What the last call ran on, and why not on the paths preferred to it."""
+    """What the last call ran on.
+
+    `name` is the backend of all its parts, or the names of several joined by "+". `parts` has each part's: "loss",
+    "gradient", "statistics", "accumulate"; of a top-k teacher also "entries", "gather" and "scatter". `refused` says
+    why preferred backends did not run.
+    """
 
     name: str
+    parts: dict[str, str]
     refused: dict[str, str]
 
 
-_last: tuple[str, dict[str, str]] = ("none", {})
+_parts: dict[str, str] = {}
+_refused: dict[str, str] = {}
+
+
+def begin() -> None:
+    """A call of a public function begins: parts that are run from now on are its."""
+    global _parts, _refused
+    if not torch.compiler.is_compiling():
+        _parts, _refused = {}, {}
 
 
 def backend_info() -> BackendInfo:
-    """The path that the last loss or gradient took, and why each faster one did not.
+    """The backend of each part of the last call, its backward included, and why faster ones did not run.
 
     >>> import torch, kullback
     >>> x = torch.full((2, 4), 0.25)
     >>> with kullback.backend("torch"):
     ...     loss = kullback.divergence(x, x, form="probs")
     >>> kullback.backend_info()
-    BackendInfo(name='torch', refused={})
+    BackendInfo(name='torch', parts={'loss': 'torch'}, refused={})
     """
-    return BackendInfo(*_last)
+    return BackendInfo("+".join(dict.fromkeys(_parts.values())) or "none", dict(_parts), dict(_refused))
 
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Force "cuda", "c" or "torch" for the calls inside; one that cannot run raises RuntimeError.
+    """Force "cuda", "c" or "torch" for the calls inside and their backward; RuntimeError where it cannot run.
+
+    It holds for this thread, or task, alone.
 
     >>> import torch, kullback
     >>> x = torch.full((2, 4), 0.25)
@@ -53,45 +80,59 @@ def backend(name: str) -> Iterator[None]:
     ...     kullback.divergence(x, x, form="probs")
     tensor(0.)
     """
-    if name not in PATHS:
-        raise ValueError(f"backend must be one of {', '.join(PATHS)}; got {name!r}")
-    global _forced
-    before, _forced = _forced, name
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
+    token = _forced.set(name)
     try:
         yield
     finally:
-        _forced = before
+        _forced.reset(token)
 
 
-def scale_(gradient: Tensor, factor: Tensor) -> None:
-    """gradient *= factor; a factor of 1 costs no pass over it, and none is read on the host but a CPU's own."""
-    device = gradient.device
-    if (
-        device.type == "cuda"
-        and _forced in (None, "cuda")
-        and "cuda" not in _broken
-        and not cuda.unavailable(device.index)
-        and gradient.is_contiguous()
-    ):
-        cuda.scale_(gradient, factor)
-    elif device.type != "cpu" or factor.item() != 1:
-        gradient.mul_(factor)
+def forced() -> str | None:
+    """The backend that this context forces."""
+    return None if torch.compiler.is_compiling() else _forced.get()
 
 
-def call(verb: str, problem: Problem, x: Tensor, y: Tensor, *arguments: Any) -> Any:
-    """Run a verb on the path that is forced, or else the first that can."""
-    global _last
-    forced = _forced
-    refused: dict[str, str] = {}
-    for name in PATHS if forced is None else (forced,):
-        reason = _broken.get(name) or PATHS[name].why_not(problem, x, y)
-        if reason is None:
-            try:
-                result = getattr(PATHS[name], verb)(problem, x, y, *arguments)
-            except BuildError as error:
-                reason = _broken[name] = str(error)
-            else:
-                _last = name, refused
-                return result
-        refused[name] = reason
-    raise RuntimeError(f"backend {forced!r} was asked for and cannot run: {refused}")
+def restored(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Force what was `forced()` in a forward, for its backward: autograd's threads have contexts of their own."""
+    return contextlib.nullcontext() if name is None else backend(name)
+
+
+def run(work: Work) -> None:
+    """Do the work on the backend that is forced, or else on the first that can."""
+    only = _forced.get()
+    parts = work.split() if isinstance(work, Rows) else (work,)
+    for part in parts:
+        refused: dict[str, str] = {}
+        for name in (only,) if only else BACKENDS:
+            backend = BACKENDS[name]
+            reason = backend.why_not(part)
+            if reason is None:
+                try:
+                    backend.run(part)
+                except BuildError as error:
+                    reason = _failed(name, error, only is not None)
+                else:
+                    break
+            refused[name] = reason
+        else:
+            raise RuntimeError(f"backend {only!r} was asked for and cannot run: {refused}")
+        if not isinstance(part, Scale):
+            _parts[part.verb if isinstance(part, Rows) else type(part).__name__.lower()] = name
+            _refused.update(refused)
+    if isinstance(work, Rows) and len(parts) > 1:
+        work.join(parts)
+
+
+def _failed(name: str, error: BuildError, is_forced: bool) -> str:
+    """The reason; a failure that makes another backend run is told once."""
+    reason = str(error)
+    if not is_forced and reason not in _told:
+        _told.add(reason)
+        warnings.warn(
+            f"kullback's backend {name!r} could not build a kernel; a slower one runs in its place: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason

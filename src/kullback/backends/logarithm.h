@@ -1,6 +1,6 @@
 /* Logarithms by polynomial, for C and CUDA. Wanted before it: real, REAL_IS_DOUBLE, INLINE, bits, ubits, to_bits,
    from_bits, LN2_HIGH, LN2_LOW, MANTISSA_BITS, LOWEST_MANTISSA,
-   tame_ratio_or_zero, HAS_FAST_LOGARITHM. Polynomials: docs/numerics.md. */
+   in_range_ratio_or_zero, HAS_FAST_LOGARITHM. Polynomials: docs/numerics.md. */
 
 /* log(1 + f) for f in [-1/3, 1/3] (double: [√½ - 1, √2 - 1]), as f plus a small correction */
 INLINE real log_correction(real f)
@@ -35,7 +35,7 @@ INLINE bits exponent_bits(real x)
 }
 
 /* log x where x is positive, finite and normal */
-INLINE real tame_log(real x)
+INLINE real in_range_log(real x)
 {
     const bits raised = exponent_bits(x);
     const real exponent = (real)(raised >> MANTISSA_BITS), f = from_bits((bits)to_bits(x) - raised) - 1;
@@ -44,9 +44,9 @@ INLINE real tame_log(real x)
 
 /* log(p / q) where both and their quotient are positive, finite and normal. Near 1 the quotient's rounding
    would be all that is left of it: there the difference, which is exact, is divided. */
-INLINE real tame_log_quotient(real p, real q)
+INLINE real in_range_log_quotient(real p, real q)
 {
-    const real inverse = tame_ratio_or_zero(1, q), quotient = p * inverse;
+    const real inverse = in_range_ratio_or_zero(1, q), quotient = p * inverse;
     const bits raised = exponent_bits(quotient);
     const real exponent = (real)(raised >> MANTISSA_BITS), apart = from_bits((bits)to_bits(quotient) - raised) - 1;
     const real f = raised == 0 ? (p - q) * inverse : apart;

@@ -1,181 +1,182 @@
-/* Functions of the formula's vocabulary that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE,
-   SMALLEST_NORMAL, INLINE, K_INFINITY, K_UNROLL, to_bits (unsigned), k_abs, k_exp, k_expm1, k_log, k_log1p,
-   k_fma. Every selection is a conditional between
-   values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
+/* Operations of formula.py that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE, SMALLEST_NORMAL, INLINE,
+   REAL_INFINITY, UNROLL_LOOP, to_bits (unsigned), real_fma, and safe_ abs, exp, expm1, log, log1p. Every selection is a
+   conditional between values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
    Taylor (double); docs/numerics.md says how they were made. */
 
-INLINE real k_near(real x, real bound, real close, real apart)
+INLINE real safe_select_near(real x, real bound, real near, real far)
 {
-    return k_abs(x) < bound ? close : apart;
+    return safe_abs(x) < bound ? near : far;
 }
 
-INLINE real k_half_sign(real x)
+INLINE real safe_half_sign(real x)
 {
     const real less = x < 0 ? (real)-0.5 : (real)0;
     return x > 0 ? (real)0.5 : less;
 }
 
-INLINE real k_logit_mass(real x, real top, real scale, real inverse_total)
+INLINE real safe_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)
 {
-    return k_exp((x - top) * scale) * inverse_total;
+    return safe_exp((x - row_max) * inv_temperature) * inv_sum_exp;
 }
 
-INLINE real k_logit_root(real x, real top, real scale, real inverse_total)
+INLINE real safe_logit_sqrt(real x, real row_max, real inv_temperature, real inv_sum_exp)
 {
-    return k_sqrt(k_logit_mass(x, top, scale, inverse_total));
+    return safe_sqrt(safe_logit_mass(x, row_max, inv_temperature, inv_sum_exp));
 }
 
-INLINE real k_logit_overlap(real y, real y_top, real y_scale, real y_inverse_total,
-                            real x, real x_top, real x_scale, real x_inverse_total, real ratio, real a)
+INLINE real safe_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
+                                      real x, real x_max, real x_scale, real x_inv_sum_exp, real ratio, real a)
 {
-    const real p = k_logit_mass(y, y_top, y_scale, y_inverse_total), q = k_logit_mass(x, x_top, x_scale, x_inverse_total);
-    return (ratio < 0 ? q : p) * k_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
+    const real p = safe_logit_mass(y, y_max, y_scale, y_inv_sum_exp);
+    const real q = safe_logit_mass(x, x_max, x_scale, x_inv_sum_exp);
+    return (ratio < 0 ? q : p) * safe_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
 }
 
 /* cap · tanh(x / cap), and its derivative from its value */
-INLINE real k_capped(real x, real cap)
+INLINE real softcapped(real x, real cap)
 {
-    const real less = k_expm1(-2 * k_abs(x) / cap), tanh_of = cap * (less / (2 + less));
+    const real less = safe_expm1(-2 * safe_abs(x) / cap), tanh_of = cap * (less / (2 + less));
     return x < 0 ? tanh_of : -tanh_of;
 }
 
-INLINE real cap_slope(real capped, real cap)
+INLINE real softcap_grad(real capped, real cap)
 {
     const real t = capped / cap;
     return (1 - t) * (1 + t);
 }
 
-INLINE real k_mass_times(real mass, real x)
+INLINE real safe_mass_times(real mass, real x)
 {
-    const int nothing = (mass == 0) & (k_abs(x) == K_INFINITY);
+    const int nothing = (mass == 0) & (safe_abs(x) == REAL_INFINITY);
     return mass * (nothing ? (real)0 : x);
 }
 
-INLINE real k_log_difference(real log_p, real log_q)
+INLINE real safe_log_difference(real log_p, real log_q)
 {
-    const int nothing = (log_p == log_q) & (k_abs(log_p) == K_INFINITY);
+    const int nothing = (log_p == log_q) & (safe_abs(log_p) == REAL_INFINITY);
     return nothing ? (real)0 : log_p - log_q;
 }
 
 /* Two-difference (Knuth): s + r = y - x exactly. Infinite logits make r NaN; it is then nothing. */
-INLINE real k_logit_difference(real y, real y_scale, real x, real x_scale, real shift, real shift_low)
+INLINE real safe_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
 {
     const real a = y * y_scale, b = x * x_scale;
-    const real low = k_fma(y, y_scale, -a) - k_fma(x, x_scale, -b);
+    const real tail = real_fma(y, y_scale, -a) - real_fma(x, x_scale, -b);
     const real s = a - b, t = s - a;
-    const real rest = ((a - (s - t)) - (b + t)) + low;
-    const real r = k_abs(rest) < K_INFINITY ? rest : (real)0;
-    const real result = (s - shift) + (r - shift_low);
-    const int nothing = (y == -K_INFINITY) & (x == -K_INFINITY);
+    const real rest = ((a - (s - t)) - (b + t)) + tail;
+    const real r = safe_abs(rest) < REAL_INFINITY ? rest : (real)0;
+    const real result = (s - high) + (r - low);
+    const int nothing = (y == -REAL_INFINITY) & (x == -REAL_INFINITY);
     return nothing ? (real)0 : result;
 }
 
-INLINE real k_mixture(real a, real p, real b, real q) { return a * p + b * q; }
+INLINE real safe_mixture(real a, real p, real b, real q) { return a * p + b * q; }
 
-INLINE real k_part_of(real x, real whole)
+INLINE real safe_fraction(real part, real whole)
 {
     const int nothing = whole == 0;
-    return (nothing ? (real)0 : x) / (nothing ? (real)1 : whole);
+    return (nothing ? (real)0 : part) / (nothing ? (real)1 : whole);
 }
 
 #if REAL_IS_DOUBLE
-#define K_GAP_SERIES { 1.0/2, -1.0/6, 1.0/24, -1.0/120, 1.0/720, -1.0/5040, 1.0/40320, -1.0/362880, \
+#define EXP_REMAINDER_SERIES { 1.0/2, -1.0/6, 1.0/24, -1.0/120, 1.0/720, -1.0/5040, 1.0/40320, -1.0/362880, \
     1.0/3628800, -1.0/39916800, 1.0/479001600, -1.0/6227020800, 1.0/87178291200, \
     -1.0/1307674368000, 1.0/20922789888000 }
-#define K_GAP_TERMS 15
+#define EXP_REMAINDER_TERMS 15
 #else
-#define K_GAP_SERIES { 0.5f, -0.16666667f, 0.041666668f, -0.008333182f, 0.0013888608f, -0.00019962185f, \
+#define EXP_REMAINDER_SERIES { 0.5f, -0.16666667f, 0.041666668f, -0.008333182f, 0.0013888608f, -0.00019962185f, \
     2.4957046e-05f }
-#define K_GAP_TERMS 7
-#define K_BREGMAN_SERIES { 0.49999997f, -0.16666655f, 0.083337836f, -0.050010528f, 0.03313448f, -0.02352312f, \
+#define EXP_REMAINDER_TERMS 7
+#define BENNETT_SERIES { 0.49999997f, -0.16666655f, 0.083337836f, -0.050010528f, 0.03313448f, -0.02352312f, \
     0.020618126f, -0.016788587f }
-#define K_BREGMAN_TERMS 8
+#define BENNETT_TERMS 8
 #endif
 
-INLINE real gap_series(real d)
+INLINE real exp_remainder_series(real d)
 {
-    const real series[] = K_GAP_SERIES;
-    real sum = series[K_GAP_TERMS - 1];
-    K_UNROLL
-    for (int k = K_GAP_TERMS - 2; k >= 0; k--)
+    const real series[] = EXP_REMAINDER_SERIES;
+    real sum = series[EXP_REMAINDER_TERMS - 1];
+    UNROLL_LOOP
+    for (int k = EXP_REMAINDER_TERMS - 2; k >= 0; k--)
         sum = sum * d + series[k];
     return d * d * sum;
 }
 
-INLINE real k_gap(real d)
+INLINE real safe_exp_remainder(real d)
 {
-    const real near = gap_series(d), far = d + (k_exp(-d) - 1);
-    return k_abs(d) < (real)0.5 ? near : far;
+    const real near = exp_remainder_series(d), far = d + (safe_exp(-d) - 1);
+    return safe_abs(d) < (real)0.5 ? near : far;
 }
 
-INLINE real k_log_blend(real ratio, real a, real b)
+INLINE real safe_log_mix(real ratio, real a, real b)
 {
-    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = k_abs(ratio);
-    const real less = smaller * k_expm1(-d);
-    return less > (real)-0.29 ? less + log_correction(less) : k_log(larger + smaller * k_exp(-d));
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b, d = safe_abs(ratio);
+    const real less = smaller * safe_expm1(-d);
+    return less > (real)-0.29 ? less + log_correction(less) : safe_log(larger + smaller * safe_exp(-d));
 }
 
-INLINE real k_small_bregman(real z)
+INLINE real safe_small_bennett(real z)
 {
 #if REAL_IS_DOUBLE
     /* s = z / (2 + z): (1 + z)·log1p(z) - z = (2s² + (1 + s)·(log1p(z) - 2s)) / (1 - s) */
     const real s = z / (2 + z), w = s * s;
     real sum = 2.0 / 31;
-    K_UNROLL
+    UNROLL_LOOP
     for (int k = 29; k >= 3; k -= 2)
         sum = sum * w + 2.0 / k;
     return (2 * w + (1 + s) * (s * w * sum)) / (1 - s);
 #else
-    const real series[] = K_BREGMAN_SERIES;
-    real sum = series[K_BREGMAN_TERMS - 1];
-    K_UNROLL
-    for (int k = K_BREGMAN_TERMS - 2; k >= 0; k--)
+    const real series[] = BENNETT_SERIES;
+    real sum = series[BENNETT_TERMS - 1];
+    UNROLL_LOOP
+    for (int k = BENNETT_TERMS - 2; k >= 0; k--)
         sum = sum * z + series[k];
     return z * z * sum;
 #endif
 }
 
 /* The caller brings log(1 + z), or any finite number where 1 + z = 0. */
-INLINE real bregman_of(real z, real logarithm)
+INLINE real bennett_of(real z, real logarithm)
 {
     const real far = (z + 1) * logarithm - z;
-    const real near = k_small_bregman(z);
-    return k_abs(z) < (real)(1.0 / 3) ? near : far;
+    const real near = safe_small_bennett(z);
+    return safe_abs(z) < (real)(1.0 / 3) ? near : far;
 }
 
-INLINE real k_bregman(real z)
+INLINE real safe_bennett(real z)
 {
-    return bregman_of(z, z + 1 == 0 ? (real)0 : k_log(z + 1));
+    return bennett_of(z, z + 1 == 0 ? (real)0 : safe_log(z + 1));
 }
 
-#define k_logit_log_part(x, top, scale, inverse_total, mixture, share) (share)
+#define safe_logit_log_fraction(x, row_max, inv_temperature, inv_sum_exp, whole, value) (value)
 
-/* The formula's vocabulary where every element lies in its form's tame range (forms.py): no zero, no
-   infinity, no NaN, no quotient that over- or underflows, and so nothing to guard. Wanted before it:
-   tame_log of a normal positive number, tame_log1p, tame_log_quotient, tame_ratio_or_zero. Kernels try this first and look at the range of
-   what they read; where it was not tame they compute again. */
+/* The same where every element lies in its form's range (forms.py): no zero, no infinity, no NaN, no quotient that over-
+   or underflows, and so nothing to guard. Wanted before it: in_range_log of a normal positive number, in_range_log1p,
+   in_range_log_quotient, in_range_ratio_or_zero. Kernels try this first and look at the range of what they read; where
+   something was out of it they compute again. */
 
-#define tame_abs k_abs
-#define tame_half_sign k_half_sign
-#define tame_near k_near
-#define tame_sqrt k_sqrt
-#define tame_expm1 k_expm1
-#define tame_gap k_gap
-#define tame_small_gap k_small_gap
-#define tame_small_expm1 k_small_expm1
-#define tame_logit_difference k_logit_difference
+#define in_range_abs safe_abs
+#define in_range_half_sign safe_half_sign
+#define in_range_select_near safe_select_near
+#define in_range_sqrt safe_sqrt
+#define in_range_expm1 safe_expm1
+#define in_range_exp_remainder safe_exp_remainder
+#define in_range_small_exp_remainder safe_small_exp_remainder
+#define in_range_small_expm1 safe_small_expm1
+#define in_range_small_bennett safe_small_bennett
+#define in_range_log_mix safe_log_mix
 
-INLINE real tame_mass_times(real mass, real x) { return mass * x; }
-INLINE real tame_part_of(real x, real whole) { return tame_ratio_or_zero(x, whole); }
-INLINE real tame_log_difference(real log_p, real log_q) { return log_p - log_q; }
+INLINE real in_range_mass_times(real mass, real x) { return mass * x; }
+INLINE real in_range_fraction(real part, real whole) { return in_range_ratio_or_zero(part, whole); }
+INLINE real in_range_log_difference(real log_p, real log_q) { return log_p - log_q; }
 
-INLINE real tame_bregman(real z)
+INLINE real in_range_bennett(real z)
 {
     const real one_more = z + 1; /* 0 where z was rounded to -1 */
-    return bregman_of(z, tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
+    return bennett_of(z, in_range_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL));
 }
 
-/* How far an element is from the low end of its tame range, as an integer that grows with it: the bits of
-   floats are ordered, and those of NaN and of negative numbers lie above all positive ones'. A range about
-   zero (low < 0, high = -low) is one of magnitudes. */
-#define WILDNESS(x, low) (to_bits((low) > 0 ? (x) : k_abs(x)) - to_bits((low) > 0 ? (low) : (real)0))
+/* How far an element is above the low end of its range, as an integer that grows with it: the bits of floats are
+   ordered, and those of NaN and of negative numbers lie above all positive ones'. A range about zero (low < 0,
+   high = -low) is one of magnitudes. */
+#define RANGE_OFFSET(x, low) (to_bits((low) > 0 ? (x) : safe_abs(x)) - to_bits((low) > 0 ? (low) : (real)0))

@@ -20,7 +20,9 @@ from torch import Tensor
 
 import kullback
 from kullback import kernelbench
-from kullback.backends import cuda
+from kullback.backends.cuda import plan
+from kullback.backends.cuda.launch import Launcher
+from kullback.backends.cuda.source import inlined
 from kullback.cli import reference
 from kullback.divergences import DIVERGENCES
 
@@ -54,7 +56,9 @@ def fitting_rows(rows: int, vocab: int, dtype: torch.dtype, device: str) -> int:
 
 
 def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
+    for line in (
+        Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if Path("/proc/meminfo").exists() else ()
+    ):
         if line.startswith("MemAvailable"):
             return int(line.split()[1]) * 1024
     return 4 << 30
@@ -62,7 +66,7 @@ def _available_memory() -> int:
 
 def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
     """Names and losses: the sum over rows divided by their number."""
-    parameters = DIVERGENCES[kind].parameters
+    parameters = DIVERGENCES[kind].defaults
     yield "kullback", functools.partial(kullback.divergence, kind=kind, form=form)
 
     def eager(x: Tensor, y: Tensor) -> Tensor:
@@ -134,10 +138,9 @@ def ceiling(x: Tensor, y: Tensor, clock: Clock) -> float:
     """Seconds that reading both tensors takes: the floor of any forward pass."""
     if x.device.type != "cuda":
         return clock.seconds(lambda: (x.sum(), y.sum()))
-    text = f"#define THREADS {cuda.plan.THREADS}\n#define UNROLL 4\n" + cuda.text("ceiling.cuh")
-    launcher = cuda.Launcher(text, "kullback_ceiling", x.device.index or 0)
+    launcher = Launcher(inlined("cuda/ceiling.cuh", {}), "kullback_ceiling", x.device.index or 0)
     out = torch.zeros(1, dtype=torch.int32, device=x.device)
-    count = x.numel() * x.itemsize // cuda.plan.VECTOR_BYTES
+    count = x.numel() * x.itemsize // plan.VECTOR_BYTES
     return clock.seconds(lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
 
 
@@ -162,7 +165,7 @@ def bench(
     progress("drawing inputs")
     x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
     clock = Clock(device, repeats)
-    parameters = DIVERGENCES[kind].parameters
+    parameters = DIVERGENCES[kind].defaults
     progress("float64 truth")
     truth = reference.truth(kind, form, x, y, **parameters)
     progress("ceiling")
@@ -268,7 +271,7 @@ def _driver() -> str | None:
 
 def _processor() -> str:
     path = Path("/proc/cpuinfo")
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

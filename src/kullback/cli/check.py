@@ -1,4 +1,4 @@
-"""The truth table and a random grid on this machine, every path against float64."""
+"""The truth table and a random grid on this machine, every backend against float64."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ GRADIENT_BUDGET = {
 
 
 class Outcome(NamedTuple):
-    """Of one path and group of checks."""
+    """Of one backend and group of checks."""
 
-    path: str
+    backend: str
     group: str
     checks: int
     worst: float
     failures: list[str]
 
 
-def paths() -> list[str]:
-    """The paths that this machine has."""
+def available() -> list[str]:
+    """The backends that run here."""
     found = ["torch"]
     probe = torch.full((1, 2), 0.5)
     for name, tensor in (("c", probe), ("cuda", probe.cuda() if torch.cuda.is_available() else probe)):
@@ -67,23 +67,23 @@ def paths() -> list[str]:
 
 
 def run(progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Every path's outcomes, one for the truth table and one for each kind of divergence."""
-    for path in paths():
-        # Logits take the torch path on a GPU: there nothing is forced.
-        with contextlib.nullcontext() if path == "cuda" else kullback.backend(path):
-            device = "cuda" if path == "cuda" else "cpu"
-            progress(f"{path}: truth table")
-            yield _truth_table(path, device)
+    """Every backend's outcomes, one for the truth table and one for each kind of divergence."""
+    for name in available():
+        # On a GPU logits of float64 run in torch: there nothing is forced.
+        with contextlib.nullcontext() if name == "cuda" else kullback.backend(name):
+            device = "cuda" if name == "cuda" else "cpu"
+            progress(f"{name}: truth table")
+            yield _truth_table(name, device)
             for kind in DIVERGENCES:
-                progress(f"{path}: {kind}")
-                yield _grid(path, kind, device)
+                progress(f"{name}: {kind}")
+                yield _grid(name, kind, device)
 
 
 def steps() -> int:
-    return len(paths()) * (1 + len(DIVERGENCES))
+    return len(available()) * (1 + len(DIVERGENCES))
 
 
-def _truth_table(path: str, device: str) -> Outcome:
+def _truth_table(backend: str, device: str) -> Outcome:
     failures = []
     for (p, q, expected, finite_input, finite_target), vocab in itertools.product(TRUTH_TABLE, (1, 40)):
         x, y = (torch.full((1, vocab), 0.25, device=device) for _ in range(2))
@@ -98,13 +98,13 @@ def _truth_table(path: str, device: str) -> Outcome:
         finite = [bool(torch.isfinite(g).all()) for g in gradients]
         if not right or finite != [finite_input, finite_target]:
             failures.append(f"p = {p}, q = {q}: {value} for {expected}, finite gradients {finite}")
-    return Outcome(path, "truth table", 2 * len(TRUTH_TABLE), 0.0, failures)
+    return Outcome(backend, "truth table", 2 * len(TRUTH_TABLE), 0.0, failures)
 
 
-def _grid(path: str, kind: str, device: str) -> Outcome:
+def _grid(backend: str, kind: str, device: str) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     failures, worst, checks = [], 0.0, 0
-    parameters = DIVERGENCES[kind].parameters
+    parameters = DIVERGENCES[kind].defaults
     for form, dtype, shape in itertools.product(("probs", "log_probs", "logits"), DTYPES, SHAPES):
         logits = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
         if form != "logits":
@@ -124,7 +124,7 @@ def _grid(path: str, kind: str, device: str) -> Outcome:
             if not error <= budget:
                 name = ("value", "input's gradient", "target's gradient")[index]
                 failures.append(f"{form} {str(dtype)[6:]} {list(shape)}: {name} off by {error:.1e}")
-    return Outcome(path, kind, checks, worst, failures)
+    return Outcome(backend, kind, checks, worst, failures)
 
 
 def _relative(ours: Tensor, truth: Tensor, floor: float) -> float:

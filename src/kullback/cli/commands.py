@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 from collections.abc import Callable, Iterator
@@ -17,13 +18,15 @@ from rich.table import Table
 
 import kullback
 from kullback import kernelbench
-from kullback.backends import PATHS, build, c
+from kullback.backends import BACKENDS, build
+from kullback.backends.c.compile import compiler
+from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.printer import print_functor
-from kullback.rows import Problem, documentation
+from kullback.problem import Problem, Side
+from kullback.work import Rows
 
 app = typer.Typer(
     help="Divergences between categorical distributions: what runs here, how exact, how fast.",
@@ -67,7 +70,7 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
 
 @app.command()
 def info() -> None:
-    """Versions, devices, the paths that can run here and why others cannot, and the cache."""
+    """Versions, devices, the backends that can run here and why others cannot, and the cache."""
     table = Table(show_header=False, box=None)
     table.add_row("kullback", kullback.__version__)
     table.add_row("python", platform.python_version())
@@ -75,17 +78,17 @@ def info() -> None:
     for index in range(torch.cuda.device_count()):
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
         table.add_row(f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {capability}")
-    problem = Problem("kl", "probs", "probs")
-    for name, path in PATHS.items():
+    problem = Problem("kl", Side("probs"), Side("probs"))
+    for name, backend in BACKENDS.items():
         device = "cuda" if name == "cuda" and torch.cuda.is_available() else "cpu"
         probe = torch.full((1, 2), 0.5, device=device)
-        reason = path.why_not(problem, probe, probe)
+        reason = backend.why_not(Rows(problem, probe, probe))
         if name == "cuda" and device == "cpu":
             reason = "no CUDA device"
         told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"
         if name == "c" and reason is None:
-            told += f", compiled by {' '.join(c.compiler())}"
-        table.add_row(f"path {name}", told)
+            told += f", compiled by {' '.join(compiler())}"
+        table.add_row(f"backend {name}", told)
     directory = build.cache_directory()
     files = [f for f in directory.glob("*") if f.suffix in (".so", ".cubin")] if directory.exists() else []
     size = sum(f.stat().st_size for f in files) / 2**20
@@ -95,21 +98,21 @@ def info() -> None:
 
 @app.command()
 def check() -> None:
-    """Check every path on this machine against float64: the truth table and a random grid.
+    """Check every backend on this machine against float64: the truth table and a random grid.
 
     Exit status 1 if anything is off.
     """
     with _progress(check_module.steps()) as progress:
         outcomes = list(check_module.run(progress))
-    table = Table("path", "what", "checks", "worst error / budget", "verdict")
+    table = Table("backend", "what", "checks", "worst error / budget", "verdict")
     for o in outcomes:
         verdict = "[green]right[/]" if not o.failures else f"[red]{len(o.failures)} wrong[/]"
         worst = f"{o.worst:.2f}" if o.worst else ""
-        table.add_row(o.path, o.group, str(o.checks), worst, verdict)
+        table.add_row(o.backend, o.group, str(o.checks), worst, verdict)
     console.print(table)
     for o in outcomes:
         for failure in o.failures:
-            console.print(f"[red]{o.path}, {o.group}:[/] {failure}")
+            console.print(f"[red]{o.backend}, {o.group}:[/] {failure}")
     if any(o.failures for o in outcomes):
         raise typer.Exit(1)
 
@@ -147,6 +150,8 @@ def bench(
     for option, path in (("--json", json_path), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("it needs matplotlib: pip install 'kullback[plot]'", param_hint="--plot")
     repeats = repeats or (20 if device == "cuda" else 3)
     with _progress(10) as progress:
         result = bench_module.bench(rows, vocab, dtype, form, kind, device, repeats, progress, noise=noise)
@@ -217,9 +222,8 @@ def show(
     _one_of("KIND", kind, DIVERGENCES)
     _one_of("--form", form, FORMS)
     _one_of("--target-form", target_form or form, FORMS)
-    problem = Problem(kind, form, target_form or form)
-    typer.echo(f"/* {kind}: {documentation(kind)} */\n")
-    typer.echo(print_functor(problem), nl=False)
+    typer.echo(f"/* {kind}: {DIVERGENCES[kind].definition} */\n")
+    typer.echo(print_functor(kind, form, target_form or form), nl=False)
 
 
 @export_app.command("kernelbench")

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def relative_entropy(p: Tensor, q: Tensor) -> Tensor:
+    """Σ p log(p/q)"""
+    return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+
+
+def chernoff(p: Tensor, q: Tensor, a: float) -> Tensor:
+    """Σ p^a q^(1-a)"""
+    return (p**a * q ** (1 - a)).sum(-1)
+
+
+def jensen_shannon(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    m = beta * p + (1 - beta) * q
+    return beta * relative_entropy(p, m) + (1 - beta) * relative_entropy(q, m)
+
+
+# Of masses: p of the target, q of the input
+TEXTBOOK: dict[str, Callable[..., Tensor]] = {
+    "jensen_shannon": jensen_shannon,
+    "skew_kl": lambda p, q, alpha: relative_entropy(p, alpha * p + (1 - alpha) * q),
+    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
+    "hellinger": lambda p, q: (p.sqrt() - q.sqrt()).square().sum(-1) / 2,
+    "chi2": lambda p, q: ((p - q).square() / q).sum(-1),
+    "alpha": lambda p, q, alpha: (1 - chernoff(p, q, alpha)) / (alpha * (1 - alpha)),
+    "renyi": lambda p, q, alpha: chernoff(p, q, alpha).log() / (alpha - 1),
+}
 
 
 def masses(x: Tensor, form: str) -> Tensor:
@@ -21,30 +50,12 @@ def log_masses(x: Tensor, form: str) -> Tensor:
 
 def rows(kind: str, form: str, x: Tensor, y: Tensor, **parameters: float) -> Tensor:
     """The divergence of each row, as a textbook would write it."""
-    if kind in ("kl", "reverse_kl", "jeffreys"):
-        log_q, log_p = log_masses(x, form), log_masses(y, form)
-        p_q = lambda: F.kl_div(log_q, masses(y, form), reduction="none").sum(-1)
-        q_p = lambda: F.kl_div(log_p, masses(x, form), reduction="none").sum(-1)
-        return {"kl": p_q, "reverse_kl": q_p, "jeffreys": lambda: p_q() + q_p()}[kind]()
-    q, p = masses(x, form), masses(y, form)
-    relative_entropy = lambda a, b: (torch.xlogy(a, a) - torch.xlogy(a, b)).sum(-1)
-    if kind == "jensen_shannon":
-        weight = parameters["weight"]
-        m = weight * p + (1 - weight) * q
-        return weight * relative_entropy(p, m) + (1 - weight) * relative_entropy(q, m)
-    if kind == "total_variation":
-        return (p - q).abs().sum(-1) / 2
-    if kind == "hellinger":
-        return (p.sqrt() - q.sqrt()).square().sum(-1) / 2
-    if kind == "chi2":
-        return ((p - q).square() / q).sum(-1)
-    alpha = parameters["alpha"]
-    if kind == "skew_kl":
-        return relative_entropy(p, alpha * p + (1 - alpha) * q)
-    overlap = (p**alpha * q ** (1 - alpha)).sum(-1)
-    if kind == "alpha":
-        return (1 - overlap) / (alpha * (1 - alpha))
-    return overlap.log() / (alpha - 1)
+    if kind in TEXTBOOK:
+        return TEXTBOOK[kind](masses(y, form), masses(x, form), **parameters)
+    kl = lambda x, y: F.kl_div(log_masses(x, form), masses(y, form), reduction="none").sum(-1)  # as users write it
+    if kind == "kl":
+        return kl(x, y)
+    return kl(y, x) if kind == "reverse_kl" else kl(x, y) + kl(y, x)
 
 
 def truth(kind: str, form: str, x: Tensor, y: Tensor, **parameters: float) -> Tensor:

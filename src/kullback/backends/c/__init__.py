@@ -5,27 +5,23 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kullback.backends.build import BuildError
-from kullback.backends.c.compile import HERE, function, library
-from kullback.backends.c.compile import compiler as compiler
-from kullback.backends.c.support import gather as gather
-from kullback.backends.c.support import scatter as scatter
-from kullback.backends.torch import entries as entries
-from kullback.printer import TYPES, print_functor, tame_ranges
-from kullback.rows import STATE_FIELDS, Gradients, Problem, Wanted
+from kullback.backends.build import BuildError, remember_failures
+from kullback.backends.c import topk
+from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library
+from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
+from kullback.problem import formula
+from kullback.work import VERBS, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """All that the C code of one kernel depends on."""
 
     kind: str
@@ -35,32 +31,19 @@ class Variant:
     y: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
-    want: Wanted
-    capped: tuple[bool, bool] = (False, False)
+    wants: tuple[bool, bool]
+    capped: tuple[bool, bool]
 
 
-POINTERS = ("x", "y", "input_gradient", "target_gradient", "weight", "loss", "state", "known_state", "partial")
+ROWS, SIDE = ((HERE / name).read_text(encoding="utf-8") for name in ("rows.c", "side.h"))
+Arguments, Structure = arguments_of(ROWS)
 
 
-STRIDES = ("x_stride", "y_stride", "input_gradient_stride", "target_gradient_stride")
-NUMBERS = ("scale", "input_temperature", "target_temperature", "input_cap", "target_cap", "parameter")
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` of rows.c."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in POINTERS]
-        + [(name, ctypes.c_int64) for name in ("rows", "vocab", *STRIDES, "elements")]
-        + [(name, ctypes.c_double) for name in NUMBERS]
-        + [("threads", ctypes.c_int32)]
-    )
-
-
-def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
-    """Why this path cannot take the problem, or None."""
-    if x.device.type != "cpu":
-        return f"tensors are on {x.device.type}"
+def why_not(work: Work) -> str | None:
+    """Why this backend cannot do the work, or None."""
+    device = work.device
+    if device.type != "cpu":
+        return f"tensors are on {device.type}"
     try:
         compiler()
     except BuildError as error:
@@ -68,14 +51,27 @@ def why_not(problem: Problem, x: Tensor, y: Tensor) -> str | None:
     return None
 
 
+def run(work: Work) -> None:
+    if isinstance(work, Rows):
+        _rows(work)
+    elif isinstance(work, Gather):
+        topk.gather(work)
+    elif isinstance(work, Scatter):
+        topk.scatter(work)
+    elif isinstance(work, Entries):
+        topk.entries(work)
+    elif work.factor.item() != 1:
+        work.gradient.mul_(work.factor)
+
+
 def source(variant: Variant) -> str:
     """The whole C file of a kernel."""
-    problem = Problem(variant.kind, variant.form, variant.target_form)
+    forms = variant.form, variant.target_form
     double = torch.float64 in (variant.x, variant.y)
-    apart = problem.form == problem.target_form == "logits" and not double
-    prefixes = ("k_", *(("apart_",) if apart else () if problem.needs_norms else ("tame_",)))
+    has_fast = forms == ("logits", "logits") and not double
+    prefixes = ("safe_", *(("fast_",) if has_fast else () if "logits" in forms else ("in_range_",)))
     x, y, weight, loss = (TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss))
-    values = {
+    macros: dict[str, int | str] = {
         "X": x,
         "Y": y,
         "WEIGHT": weight,
@@ -85,144 +81,121 @@ def source(variant: Variant) -> str:
         "STORE_X": f"store_{x}",
         "STORE_Y": f"store_{y}",
         "STORE_LOSS": f"store_{loss}",
-        "WANT_INPUT": int(variant.want[0]),
-        "WANT_TARGET": int(variant.want[1]),
-        **tame_ranges(variant.form, variant.target_form),
-        "INPUT_IS_LOGITS": int(variant.form == "logits"),
-        "TARGET_IS_LOGITS": int(variant.target_form == "logits"),
-        "HAS_APART": int(apart),
-        "INPUT_IS_CAPPED": int(variant.capped[0]),
-        "TARGET_IS_CAPPED": int(variant.capped[1]),
+        "WANT_INPUT": variant.wants[0],
+        "WANT_TARGET": variant.wants[1],
+        **ranges(*forms),
+        "INPUT_IS_LOGITS": variant.form == "logits",
+        "TARGET_IS_LOGITS": variant.target_form == "logits",
+        "HAS_FAST": has_fast,
+        "INPUT_IS_CAPPED": variant.capped[0],
+        "TARGET_IS_CAPPED": variant.capped[1],
     }
+    rows = ROWS
+    for name, letter in (("input", "X"), ("target", "Y")):
+        macros_of = {
+            "SIDE(name)": f"{name}_##name",
+            "T": letter,
+            "LOAD": f"LOAD_{letter}",
+            "COUNTED(x)": f"COUNTED_{letter}(x)",
+        }
+        is_used = variant.form == "logits" if letter == "X" else variant.target_form == "logits"
+        rows = rows.replace(f"/* {name} side */\n", print_macros(macros_of) + SIDE if is_used else "")
     return "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
             library(),
-            *(f"#define {name} {value}" for name, value in values.items()),
-            (HERE / "apart.h").read_text() if apart else "",
-            print_functor(problem, prefixes),
-            (HERE / "rows.c").read_text(),
+            print_macros(macros),
+            (HERE / "fast.h").read_text(encoding="utf-8") if has_fast else "",
+            print_functor(variant.kind, *forms, prefixes),
+            print_layout(),
+            rows,
         ]
     )
 
 
 @functools.cache
-def kernel(*fields: Any) -> Callable[[Arguments], None]:
-    """The loaded kernel of the variant of these fields, compiled where the cache lacks it."""
-    variant = Variant(*fields)
-    run = function(source(variant), "kullback_rows", Arguments)
-    return lambda arguments: run(ctypes.byref(arguments))
+@remember_failures
+def kernel(variant: Variant) -> Callable[[ctypes.Structure], None]:
+    """The loaded kernel, compiled where the cache lacks it."""
+    return function(source(variant), "kullback_rows", Structure)
 
 
-def accumulate(
-    problem: Problem, x: Tensor, y: Tensor, coefficient: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Loss of each row times its coefficient, [rows], and the packed row states."""
-    loss = x.new_empty(x.size(0), dtype=dtype)
-    fields = STATE_FIELDS if problem.needs_norms else 0
-    state = x.new_empty(fields, x.size(0), dtype=torch.float64)
-    _run(problem, x, y, weight=coefficient, loss=loss, state=state if fields else None)
-    return loss, state
-
-
-def total(
-    problem: Problem,
-    x: Tensor,
-    y: Tensor,
-    coefficient: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    gradients: Gradients,
-) -> Tensor:
-    """scale · Σ coefficient · loss, 0-d; writes its gradients in x and y where wanted."""
-    partial = _run(problem, x, y, weight=coefficient, scale=scale, gradients=gradients, total=True)
-    assert partial is not None
-    return (partial.sum() * scale).to(dtype)
-
-
-def gradient(
-    problem: Problem,
-    x: Tensor,
-    y: Tensor,
-    state: Tensor | None,
-    cotangent: Tensor,
-    gradients: Gradients,
-) -> None:
-    """Write gradients of Σ cotangent · loss; from the row states, or without them."""
-    known = state if problem.needs_norms else None
-    _run(problem, x, y, weight=cotangent, gradients=gradients, known_state=known)
-
-
-def _run(
-    problem: Problem,
-    x: Tensor,
-    y: Tensor,
-    *,
-    weight: Tensor | None = None,
-    scale: float = 1.0,
-    loss: Tensor | None = None,
-    state: Tensor | None = None,
-    known_state: Tensor | None = None,
-    gradients: Gradients = (None, None),
-    total: bool = False,
-) -> Tensor | None:
-    """Call the kernel; returns the partial sums if `total`."""
+def _rows(work: Rows) -> None:
+    problem, x, y = work.problem, work.input, work.target
+    if work.has_nothing_to_read:
+        work.write_nothing()
+        return
     rows, vocab = x.shape
-    partial = None
-    if x.numel() == 0 and not problem.needs_norms and problem.formula.finish_is_identity:
-        for tensor in (loss, *gradients):
-            if tensor is not None:
-                tensor.zero_()
-        return torch.zeros(1, dtype=torch.float64) if total else None
+    weight = None if work.row_weight is None else work.row_weight.contiguous()
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, work.d_input, work.d_target)]
     elements = rows * vocab
-    flat = (
-        total
-        and weight is None
-        and problem.formula.finish_is_identity
-        and not problem.needs_norms
-        and all(tensor is None or tensor.is_contiguous() for tensor in (x, y, *gradients))
-    )
-    strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, *gradients)]
-    if flat:
+    if _is_flat(work):
         vocab = FLAT_VOCAB
         rows = -(-elements // vocab)
         strides = [vocab] * 4
-    elif vocab == 1 and not problem.needs_norms:
+    elif vocab == 1 and not problem.has_logits:
         x, y = x.contiguous(), y.contiguous()
         strides[:2] = [1, 1]
-    if total:
-        unit = max(1, (1 << 16) // max(1, vocab))
-        partial = torch.empty(-(-rows // unit), dtype=torch.float64)
-    if weight is not None:
-        weight = weight.contiguous()
+    loss = work.total if work.loss is None else work.loss
     run = kernel(
-        problem.kind,
-        problem.form,
-        problem.target_form,
-        x.dtype,
-        y.dtype,
-        torch.float64 if weight is None else weight.dtype,
-        torch.float64 if loss is None else loss.dtype,
-        (gradients[0] is not None, gradients[1] is not None),
-        problem.capped,
-    )
-    run(
-        Arguments(
-            x.data_ptr(),
-            y.data_ptr(),
-            *(
-                None if tensor is None else tensor.data_ptr()
-                for tensor in (*gradients, weight, loss, state, known_state, partial)
-            ),
-            rows,
-            vocab,
-            *strides,
-            elements,
-            scale,
-            *problem.temperatures,
-            *problem.caps,
-            problem.parameter,
-            torch.get_num_threads(),
+        Variant(
+            problem.kind,
+            problem.input.form,
+            problem.target.form,
+            x.dtype,
+            y.dtype,
+            torch.float64 if weight is None else weight.dtype,
+            torch.float64 if loss is None else loss.dtype,
+            work.wants,
+            (problem.input.softcap != 0, problem.target.softcap != 0),
         )
     )
-    return partial
+    run(
+        Structure(
+            *Arguments(
+                x=x.data_ptr(),
+                y=y.data_ptr(),
+                row_weight=address(weight),
+                known=address(work.known),
+                found=address(work.found),
+                loss=address(work.loss),
+                total=address(work.total),
+                d_input=address(work.d_input),
+                d_target=address(work.d_target),
+                rows=rows,
+                vocab=vocab,
+                elements=elements,
+                x_stride=strides[0],
+                y_stride=strides[1],
+                d_input_stride=strides[2],
+                d_target_stride=strides[3],
+                scale=work.scale,
+                input_temperature=problem.input.temperature,
+                target_temperature=problem.target.temperature,
+                input_softcap=problem.input.softcap,
+                target_softcap=problem.target.softcap,
+                parameter=problem.parameter,
+                verb=VERBS.index(work.verb),
+                threads=torch.get_num_threads(),
+            )
+        )
+    )
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of its first element; 0 of none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _is_flat(work: Rows) -> bool:
+    """Whether all rows' elements may be summed as if of one."""
+    tensors = work.input, work.target, work.d_input, work.d_target
+    return (
+        work.total is not None
+        and work.loss is None
+        and work.row_weight is None
+        and work.found is None
+        and not work.problem.has_logits
+        and formula(work.problem.kind, work.problem.input.form, work.problem.target.form).finish_is_identity
+        and all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    )

@@ -10,10 +10,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kullback.backends import build
+from kullback.backends.arguments import Table, struct_fields, structure, table
 from kullback.backends.build import BuildError
 
 HERE = Path(__file__).parent
@@ -72,7 +73,7 @@ def compiler() -> tuple[str, ...]:
 def _compile(command: tuple[str, ...], source: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="kullback-") as directory:
         code, binary = Path(directory) / "rows.c", Path(directory) / "rows.so"
-        code.write_text(source)
+        code.write_text(source, encoding="utf-8")
         try:
             done = subprocess.run(
                 [*command, str(code), "-o", str(binary), "-lm"],
@@ -88,7 +89,7 @@ def _compile(command: tuple[str, ...], source: str) -> bytes:
 
 
 def library() -> str:
-    """The formula's vocabulary and the element types in C; wants REAL_IS_DOUBLE."""
+    """The formula's operations and the element types in C; wants REAL_IS_DOUBLE."""
     shared = HERE.parent
     files = (
         HERE / "math.h",
@@ -97,10 +98,16 @@ def library() -> str:
         shared / "numerics.h",
         HERE / "types.h",
     )
-    return "\n".join(file.read_text() for file in files)
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def function(source: str, name: str, arguments: type[ctypes.Structure]) -> Any:
+def arguments_of(source: str) -> tuple[Table, type[ctypes.Structure]]:
+    """What a call of a C file's kernels passes by name, and the struct that is made of it."""
+    fields = struct_fields(source, "Arguments")
+    return table(fields), structure(fields)
+
+
+def function(source: str, name: str, arguments: type[ctypes.Structure]) -> Callable[[ctypes.Structure], None]:
     """A function of that source, which takes a pointer to such arguments; compiled where the cache lacks it."""
     command = compiler()
     path = build.cached(key(command, source), ".so", lambda: _compile(command, source))
@@ -108,6 +115,6 @@ def function(source: str, name: str, arguments: type[ctypes.Structure]) -> Any:
         found = getattr(ctypes.CDLL(str(path)), name)
     except (OSError, AttributeError) as error:  # for another machine, or in a folder that may not execute
         raise BuildError(f"a compiled kernel could not be loaded: {error}") from error
-    found.argtypes = [ctypes.POINTER(arguments)]
+    found.argtypes = [ctypes.POINTER(arguments)]  # a structure is passed by reference
     found.restype = None
-    return found
+    return found  # type: ignore[no-any-return]

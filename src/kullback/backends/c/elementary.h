@@ -1,27 +1,27 @@
 /* exp, expm1, log, log1p and the guarded quotients: straight-line code on numbers, no table, no call. */
 
-INLINE real k_log(real x)
+INLINE real safe_log(real x)
 {
     const int subnormal = x < SMALLEST_NORMAL;
-    const real raised = tame_log(subnormal ? x * RAISE : x);
+    const real raised = in_range_log(subnormal ? x * RAISE : x);
     const real finite = raised - (subnormal ? (real)(RAISE_EXPONENT * 0.6931471805599453) : (real)0);
     const real large = x < (real)INFINITY ? finite : x; /* +inf and NaN are themselves */
     const real positive = x == 0 ? -(real)INFINITY : large;
     return x < 0 ? (real)NAN : positive;
 }
 
-INLINE real k_log_quotient(real p, real q)
+INLINE real safe_log_quotient(real p, real q)
 {
     const real quotient = p / q, least = (real)1e-30, most = (real)1e30;
     const int direct = (p >= least) & (p < most) & (q >= least) & (q < most) & (quotient >= least) & (quotient < most);
-    const real near = tame_log_quotient(p, q), far = k_log(p) - k_log(q);
+    const real near = in_range_log_quotient(p, q), far = safe_log(p) - safe_log(q);
     const real apart = direct ? near : far;
     return (p == 0) & (q == 0) ? (real)0 : apart;
 }
 
-INLINE real k_log1p(real z)
+INLINE real safe_log1p(real z)
 {
-    const real near = z + log_correction(z), far = k_log(1 + z);
+    const real near = z + log_correction(z), far = safe_log(1 + z);
     const int small = (z > (real)-0.29) & (z < (real)(1.0 / 3));
     return small ? near : far;
 }
@@ -53,13 +53,13 @@ INLINE real exp_series(real r)
 #endif
 }
 
-INLINE real k_exp(real x)
+INLINE real safe_exp(real x)
 {
     const real low = x < EXP_LOWEST ? (real)EXP_LOWEST : x;
     const real bounded = low > EXP_HIGHEST ? (real)EXP_HIGHEST : low;
     const real rounded = bounded * (real)1.4426950408889634 + ROUND_TO_INTEGER;
     const real n = rounded - ROUND_TO_INTEGER;
-    const real r = k_fma(n, -LN2_LOW, k_fma(n, -LN2_HIGH, bounded));
+    const real r = real_fma(n, -LN2_LOW, real_fma(n, -LN2_HIGH, bounded));
     const real y = (exp_series(r) * (r * r) + r) + 1;
     /* 2^n in two factors: the result may be subnormal where 2^n itself is not a number */
     const bits whole = (bits)n, half = whole >> 1;
@@ -69,26 +69,26 @@ INLINE real k_exp(real x)
     return x == x ? result : x;
 }
 
-#define k_small_gap gap_series
-INLINE real k_small_expm1(real x) { return exp_series(x) * (x * x) + x; }
+#define safe_small_exp_remainder exp_remainder_series
+INLINE real safe_small_expm1(real x) { return exp_series(x) * (x * x) + x; }
 
-INLINE real k_expm1(real x)
+INLINE real safe_expm1(real x)
 {
-    const real near = k_small_expm1(x), far = k_exp(x) - 1;
-    return k_abs(x) < (real)0.3466 ? near : far;
+    const real near = safe_small_expm1(x), far = safe_exp(x) - 1;
+    return safe_abs(x) < (real)0.3466 ? near : far;
 }
 
-INLINE real k_ratio_or_zero(real x, real y)
+INLINE real safe_ratio_or_zero(real x, real y)
 {
     const int nothing = (x == 0) & (y == 0);
     return x / (nothing ? (real)1 : y);
 }
 
-INLINE real tame_log1p(real z)
+INLINE real in_range_log1p(real z)
 {
     const real near = z + log_correction(z), one_more = z + 1;
-    const real far = tame_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL);
-    return k_abs(z) < (real)0.29 ? near : far;
+    const real far = in_range_log(one_more > SMALLEST_NORMAL ? one_more : (real)SMALLEST_NORMAL);
+    return safe_abs(z) < (real)0.29 ? near : far;
 }
 
-#define tame_exp k_exp
+#define in_range_exp safe_exp

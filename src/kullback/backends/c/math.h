@@ -1,4 +1,4 @@
-/* What the elementary functions of the C path are made of.
+/* What the elementary functions of the C backend are made of.
    At most 1 ulp for log and exp (tests/test_c_math.py measures them against long double); zero,
    infinity, NaN, negative and subnormal arguments included. Polynomials: docs/numerics.md. */
 
@@ -7,17 +7,17 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define K_UNROLL
+#define UNROLL_LOOP
 #define HAS_FAST_LOGARITHM 0
-#define K_INFINITY ((real)INFINITY)
+#define REAL_INFINITY ((real)INFINITY)
 
 #if REAL_IS_DOUBLE
 typedef double real;
 typedef int64_t bits;
 typedef uint64_t ubits;
-#define k_fma __builtin_fma
-#define k_abs __builtin_fabs
-#define k_sqrt __builtin_sqrt
+#define real_fma __builtin_fma
+#define safe_abs __builtin_fabs
+#define safe_sqrt __builtin_sqrt
 #define SMALLEST_NORMAL 0x1p-1022
 #define RAISE 0x1p54
 #define RAISE_EXPONENT 54
@@ -33,9 +33,9 @@ typedef uint64_t ubits;
 typedef float real;
 typedef int32_t bits;
 typedef uint32_t ubits;
-#define k_fma __builtin_fmaf
-#define k_abs __builtin_fabsf
-#define k_sqrt __builtin_sqrtf
+#define real_fma __builtin_fmaf
+#define safe_abs __builtin_fabsf
+#define safe_sqrt __builtin_sqrtf
 #define SMALLEST_NORMAL 0x1p-126f
 #define RAISE 0x1p23f
 #define RAISE_EXPONENT 23
@@ -63,4 +63,4 @@ INLINE real from_bits(bits x)
     return result;
 }
 
-INLINE real tame_ratio_or_zero(real x, real y) { return x / y; }
+INLINE real in_range_ratio_or_zero(real x, real y) { return x / y; }

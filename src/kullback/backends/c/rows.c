@@ -1,446 +1,510 @@
-/* Rows of a divergence on a CPU. The formula is pasted above as `element` and `finish`; so are the
-   macros X, Y (element types of input and target), WEIGHT, LOSS, WANT_INPUT, WANT_TARGET.
+/* Rows of a divergence on a CPU. Pasted above: the formula (`Row`, `Parameters`, elements, `finish`), the layout of what
+   is known of rows (state.py), and the macros
+
+   X, Y, WEIGHT, LOSS                 element types of input, target, row weights, losses
+   WANT_INPUT, WANT_TARGET            which gradients
+   INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
+   HAS_FAST                           whether the element is there for rows that are far (c/fast.h)
+   X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
    Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
    the shape alone: neither the number of threads nor the rows beside a row can change its result. */
 
+#include <stdlib.h>
+
 #define NOINLINE __attribute__((noinline))
 #define PREFETCH(p) __builtin_prefetch(p)
 
-/* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. */
+/* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. A unit of work
+   has so many elements, of as many rows. */
 enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64 };
 
 typedef struct {
     const X *x;
     const Y *y;
-    X *input_gradient;
-    Y *target_gradient;
-    const WEIGHT *weight;         /* of each row; NULL: 1 */
-    LOSS *loss;                   /* [rows], or NULL */
-    double *state;                /* [7, rows], or NULL */
-    const double *known_state;    /* [7, rows], or NULL */
-    double *partial;              /* [units], or NULL */
-    int64_t rows, vocab, x_stride, y_stride, input_gradient_stride, target_gradient_stride, elements;
-    double scale, input_temperature, target_temperature, input_cap, target_cap, parameters[1];
-    int32_t threads;
+    const WEIGHT *row_weight; /* [rows], or NULL: 1 */
+    const double *known;      /* [fields, rows]: of the statistics to accumulate with, of the state of a gradient */
+    double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or NULL */
+    LOSS *loss;               /* [rows], or NULL */
+    LOSS *total;              /* or NULL */
+    X *d_input;
+    Y *d_target;
+    int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
+    int64_t x_stride, y_stride, d_input_stride, d_target_stride;
+    double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
+    int32_t verb, threads;
 } Arguments;
 
-typedef struct { double term, d_log_p, d_log_q, excess; } Sums; /* the excess is that of q's masses over p's */
-typedef struct { real input, target; } Caps;
-#define CAPPED_X(x, caps) (INPUT_IS_CAPPED ? k_capped(x, (caps).input) : (x))
-#define CAPPED_Y(y, caps) (TARGET_IS_CAPPED ? k_capped(y, (caps).target) : (y))
-typedef struct { double top, total; } LogSumExp;
+typedef struct { double term, d_log_p, d_log_q, q_minus_p; } Sums;
+typedef struct { real input, target; } Softcaps;
+#define COUNTED_X(x) (INPUT_IS_CAPPED ? softcapped(x, softcaps.input) : (x))
+#define COUNTED_Y(y) (TARGET_IS_CAPPED ? softcapped(y, softcaps.target) : (y))
 
-#if NEEDS_NORMS
-NOINLINE static double top_x(const X *x, int64_t n)
-{
-    real top = -(real)INFINITY;
-    real poison = 0; /* a maximum drops NaN; a sum of zeros does not */
-#pragma omp simd reduction(max: top) reduction(+: poison)
-    for (int64_t i = 0; i < n; i++) {
-        const real value = LOAD_X(x[i]);
-        top = value > top ? value : top;
-        poison += value == value ? (real)0 : value;
-    }
-    return (double)top + (double)poison;
-}
+/* A row's softmax: the largest scaled logit, or a number near it, and Σ exp(scaled - max) */
+typedef struct { double max, sum_exp; } Softmax;
 
-NOINLINE static double top_y(const Y *y, int64_t n)
-{
-    real top = -(real)INFINITY;
-    real poison = 0;
-#pragma omp simd reduction(max: top) reduction(+: poison)
-    for (int64_t i = 0; i < n; i++) {
-        const real value = LOAD_Y(y[i]);
-        top = value > top ? value : top;
-        poison += value == value ? (real)0 : value;
-    }
-    return (double)top + (double)poison;
-}
+/* What is found of a row before its gradients are written */
+typedef struct {
+    Softmax input, target;
+    double log_z_diff;
+    Sums sums;
+    int mode;
+} Found;
 
-NOINLINE static double total_x(const X *x, int64_t n, Caps caps, real scale, real top)
-{
-    double total = 0;
-    (void)caps;
-    for (int64_t start = 0; start < n; start += SPAN) {
-        const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real part = 0;
-#pragma omp simd reduction(+: part)
-        for (int64_t i = start; i < end; i++)
-            part += k_exp((CAPPED_X(LOAD_X(x[i]), caps) - top) * scale);
-        total += part;
-    }
-    return total;
-}
-
-NOINLINE static double total_y(const Y *y, int64_t n, Caps caps, real scale, real top)
-{
-    double total = 0;
-    (void)caps;
-    for (int64_t start = 0; start < n; start += SPAN) {
-        const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real part = 0;
-#pragma omp simd reduction(+: part)
-        for (int64_t i = start; i < end; i++)
-            part += k_exp((CAPPED_Y(LOAD_Y(y[i]), caps) - top) * scale);
-        total += part;
-    }
-    return total;
-}
-#endif
+/* input side */
+/* target side */
 
 /* Rows of logits are tried without series and guards first; those whose sum is smaller than the first, of which a term's
    rounding would be too much, or is no number, are summed again. */
-#define LEAST_APART 0.05
-#define MOST 1e15
+#define MIN_FAST_SUM 0.05
+#define MAX_SUM 1e15
 
-#if HAS_APART
-INLINE int is_apart(Sums sums)
+#if HAS_FAST
+INLINE int is_well_conditioned(Sums sums)
 {
     const double least = fmin(fabs(sums.d_log_p), fabs(sums.d_log_q));
-    return (HAS_OVERLAP ? least : fabs(sums.term)) > LEAST_APART && fabs(sums.term) < MOST && fabs(sums.d_log_p) < MOST
-        && fabs(sums.d_log_q) < MOST;
+    return (HAS_CHERNOFF ? least : fabs(sums.term)) > MIN_FAST_SUM && fabs(sums.term) < MAX_SUM
+        && fabs(sums.d_log_p) < MAX_SUM && fabs(sums.d_log_q) < MAX_SUM;
 }
 
-/* Both sides' masses against their tops, and the sums that divergences.py calls moments, with logarithms to base 2 */
-typedef struct { double x_total, y_total, cross_p, cross_q, overlap; } Survey;
+/* Both sides' masses against their maxima, and the moments, with logarithms to base 2 */
+typedef struct { double x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff; } Statistics;
 
-NOINLINE static Survey survey(const X *x, const Y *y, int64_t n, Caps caps, Row row, real exponent)
+NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcaps softcaps, Row row, real exponent)
 {
-    Survey result = { 0, 0, 0, 0, 0 };
-    const real x_top = row.input_top, y_top = row.target_top;
-    const real x_factor = binary(row.input_scale), y_factor = binary(row.target_scale);
-    (void)caps, (void)exponent;
+    Statistics result = { 0, 0, 0, 0, 0 };
+    const real x_max = row.input_max, y_max = row.target_max;
+    const real x_scale = base_2(row.input_inv_temperature), y_scale = base_2(row.target_inv_temperature);
+    (void)softcaps, (void)exponent;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real x_total = 0, y_total = 0, cross_p = 0, cross_q = 0, overlap = 0;
-#pragma omp simd reduction(+: x_total, y_total, cross_p, cross_q, overlap)
+        real x_sum_exp = 0, y_sum_exp = 0, p_log_ratio = 0, q_log_ratio = 0, chernoff = 0;
+#pragma omp simd reduction(+: x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff)
         for (int64_t i = start; i < end; i++) {
-            const real x_power = (CAPPED_X(LOAD_X(x[i]), caps) - x_top) * x_factor;
-            const real y_power = (CAPPED_Y(LOAD_Y(y[i]), caps) - y_top) * y_factor;
-            const real q = power_of_2(x_power), p = power_of_2(y_power), ratio = y_power - x_power;
-            x_total += q;
-            y_total += p;
-            if (HAS_CROSS_P)
-                cross_p += p * bounded(ratio);
-            if (HAS_CROSS_Q)
-                cross_q += q * (ratio == ratio ? ratio : 0); /* a mass over none makes it infinite, and the row guarded */
-            if (HAS_OVERLAP)
-                overlap += blend_of_powers(y_power, x_power, exponent);
+            const real x_exponent = (COUNTED_X(LOAD_X(x[i])) - x_max) * x_scale;
+            const real y_exponent = (COUNTED_Y(LOAD_Y(y[i])) - y_max) * y_scale;
+            const real q = ex2(x_exponent), p = ex2(y_exponent), ratio = y_exponent - x_exponent;
+            x_sum_exp += q;
+            y_sum_exp += p;
+            if (HAS_P_LOG_RATIO)
+                p_log_ratio += p * finite_ratio(ratio);
+            if (HAS_Q_LOG_RATIO)
+                q_log_ratio += q * (ratio == ratio ? ratio : 0); /* a mass over none makes it infinite, and the row safe */
+            if (HAS_CHERNOFF)
+                chernoff += ex2_of_mean(y_exponent, x_exponent, exponent);
         }
-        result.x_total += x_total;
-        result.y_total += y_total;
-        result.cross_p += cross_p;
-        result.cross_q += cross_q;
-        result.overlap += overlap;
+        result.x_sum_exp += x_sum_exp;
+        result.y_sum_exp += y_sum_exp;
+        result.p_log_ratio += p_log_ratio;
+        result.q_log_ratio += q_log_ratio;
+        result.chernoff += chernoff;
     }
     return result;
 }
 #endif
 
-/* SPAN elements of one sweep; `element` is the formula in one of its vocabularies. */
-#define SWEEP_SPAN(element)                                                                       \
-    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q, excess) reduction(max: wildest_x, wildest_y)")                   \
-    for (int64_t i = start; i < end; i++) {                                                       \
-        const real xi = CAPPED_X(LOAD_X(x[i]), caps), yi = CAPPED_Y(LOAD_Y(y[i]), caps);          \
-        const Element e = element(xi, yi, row, parameters);                                       \
-        const ubits wild_x = WILDNESS(xi, X_LOW), wild_y = WILDNESS(yi, Y_LOW);                   \
-        wildest_x = wild_x > wildest_x ? wild_x : wildest_x;                                      \
-        wildest_y = wild_y > wildest_y ? wild_y : wildest_y;                                      \
-        if (want_sum) {                                                                           \
-            term += e.term;                                                                       \
-            if (NEEDS_NORMS) {                                                                    \
-                d_log_p += e.d_log_p;                                                             \
-                d_log_q += e.d_log_q;                                                             \
-            }                                                                                     \
-            if (INPUT_IS_LOGITS && TARGET_IS_LOGITS && !apart)                                    \
-                excess += e.excess;                                                               \
-        }                                                                                         \
-        if (WANT_INPUT && want_gradient)                                                          \
-            input_gradient[i] = STORE_X(e.input * (input_upstream * (INPUT_IS_CAPPED ? cap_slope(xi, caps.input) : 1)));    \
-        if (WANT_TARGET && want_gradient)                                                         \
-            target_gradient[i] = STORE_Y(e.target * (target_upstream * (TARGET_IS_CAPPED ? cap_slope(yi, caps.target) : 1))); \
+/* SPAN elements of one sweep; `element` is the formula in one of its modes. */
+#define SWEEP_SPAN(element)                                                                                          \
+    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q, q_minus_p) reduction(max: highest_x, highest_y)")         \
+    for (int64_t i = start; i < end; i++) {                                                                          \
+        const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));                                       \
+        const Element e = element(xi, yi, row, parameters);                                                          \
+        const ubits high_x = RANGE_OFFSET(xi, X_LOW), high_y = RANGE_OFFSET(yi, Y_LOW);                              \
+        highest_x = high_x > highest_x ? high_x : highest_x;                                                         \
+        highest_y = high_y > highest_y ? high_y : highest_y;                                                         \
+        if (want_sum) {                                                                                              \
+            term += e.term;                                                                                          \
+            if (HAS_LOGITS) {                                                                                        \
+                d_log_p += e.d_log_p;                                                                                \
+                d_log_q += e.d_log_q;                                                                                \
+            }                                                                                                        \
+            if (INPUT_IS_LOGITS && TARGET_IS_LOGITS && !fast)                                                        \
+                q_minus_p += e.q_minus_p;                                                                            \
+        }                                                                                                            \
+        if (WANT_INPUT && want_gradient)                                                                             \
+            d_input[i] = STORE_X(e.input * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));   \
+        if (WANT_TARGET && want_gradient)                                                                            \
+            d_target[i] = STORE_Y(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
     }
 
-/* One pass over part of a row: its sums, its gradients, or both. A span is tried with the tame formula and
-   done again with the guarded one if it was not tame. Logits say nothing of their masses, which may be 0: of them a
-   whole row is apart, or guarded. */
-INLINE void sweep(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, Row row, Caps caps,
-                  Parameters parameters, real upstream, Sums *sums, int apart, int want_sum, int want_gradient)
+/* One pass over a row: its sums, its gradients, or both. A span is tried with the formula in range and done again with
+   the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
+   fast, or safe. */
+INLINE void sweep(const X *x, const Y *y, X *d_input, Y *d_target, int64_t n, Row row, Softcaps softcaps,
+                  Parameters parameters, real grad_out, Sums *sums, int fast, int want_sum, int want_gradient)
 {
-    const real input_upstream = INPUT_IS_LOGITS ? upstream * row.input_scale : upstream;
-    const real target_upstream = TARGET_IS_LOGITS ? upstream * row.target_scale : upstream;
-    (void)input_upstream, (void)target_upstream, (void)caps;
+    const real of_input = INPUT_IS_LOGITS ? grad_out * row.input_inv_temperature : grad_out;
+    const real of_target = TARGET_IS_LOGITS ? grad_out * row.target_inv_temperature : grad_out;
+    (void)of_input, (void)of_target, (void)softcaps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real term = 0, d_log_p = 0, d_log_q = 0, excess = 0;
-        ubits wildest_x = 0, wildest_y = 0;
+        real term = 0, d_log_p = 0, d_log_q = 0, q_minus_p = 0;
+        ubits highest_x = 0, highest_y = 0;
         const int64_t next_end = end + SPAN < n ? end + SPAN : n;
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(X))
             PREFETCH(x + i);
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
             PREFETCH(y + i);
-#if HAS_APART
-        if (apart) {
-            SWEEP_SPAN(apart_element)
+#if HAS_FAST
+        if (fast) {
+            SWEEP_SPAN(fast_element)
         } else
-#elif !NEEDS_NORMS
-        SWEEP_SPAN(tame_element)
-        if (wildest_x >= WILDNESS(X_HIGH, X_LOW) || wildest_y >= WILDNESS(Y_HIGH, Y_LOW))
+#elif !HAS_LOGITS
+        SWEEP_SPAN(in_range_element)
+        if (highest_x >= RANGE_OFFSET(X_HIGH, X_LOW) || highest_y >= RANGE_OFFSET(Y_HIGH, Y_LOW))
 #endif
         {
-            term = d_log_p = d_log_q = excess = 0;
-            SWEEP_SPAN(k_element)
+            term = d_log_p = d_log_q = q_minus_p = 0;
+            SWEEP_SPAN(safe_element)
         }
         if (want_sum) {
             sums->term += term;
             sums->d_log_p += d_log_p;
             sums->d_log_q += d_log_q;
-            sums->excess += excess;
+            sums->q_minus_p += q_minus_p;
         }
     }
-    (void)apart;
+    (void)fast;
 }
 
-#define SWEEP(name, apart, want_sum, want_gradient) \
-    NOINLINE static void name(const X *x, const Y *y, X *input_gradient, Y *target_gradient, int64_t n, \
-                                     Row row, Caps caps, Parameters parameters, real upstream, Sums *sums) \
-    { sweep(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, sums, apart, want_sum, want_gradient); }
+#define SWEEP(name, fast, want_sum, want_gradient) \
+    NOINLINE static void name(const X *x, const Y *y, X *d_input, Y *d_target, int64_t n, Row row, Softcaps softcaps, \
+                              Parameters parameters, real grad_out, Sums *sums) \
+    { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient); }
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
-#define ONE_SWEEP (FINISH_IS_LINEAR && !NEEDS_NORMS && WANT_GRADIENT)
+#define ONE_SWEEP (FINISH_IS_LINEAR && !HAS_LOGITS && WANT_GRADIENT)
 #if ONE_SWEEP
 SWEEP(sum_and_gradient, 0, 1, 1)
-#else
+#endif
 SWEEP(sum, 0, 1, 0)
 #if WANT_GRADIENT
 SWEEP(gradient, 0, 0, 1)
 #endif
-#if HAS_APART
-SWEEP(apart_sum, 1, 1, 0)
+#if HAS_FAST
+SWEEP(fast_sum, 1, 1, 0)
 #if WANT_GRADIENT
-SWEEP(apart_gradient, 1, 0, 1)
-#endif
+SWEEP(fast_gradient, 1, 0, 1)
 #endif
 #endif
 
-#if NEEDS_NORMS
-INLINE void set_row(Row *row, LogSumExp input, LogSumExp target, const Arguments *a)
+#if HAS_LOGITS
+static void set_row(Row *row, const Found *found, const Arguments *a)
 {
-    /* The states hold the top of the scaled row, with the scale as rounded to `real`; elements want the row's own. */
-    row->input_scale = (real)(1 / a->input_temperature);
-    row->input_top = (real)(input.top / (double)row->input_scale);
-    row->input_inverse_total = (real)(1 / input.total);
-    row->input_log_total = (real)log(input.total);
-    row->target_scale = (real)(1 / a->target_temperature);
-    row->target_top = (real)(target.top / (double)row->target_scale);
-    row->target_inverse_total = (real)(1 / target.total);
-    row->target_log_total = (real)log(target.total);
-    const double shift = (target.top - input.top) + (log(target.total) - log(input.total));
-    row->shift_high = (real)shift;
-    row->shift_low = (real)(shift - (double)row->shift_high);
+    /* The maxima are of the scaled row, with the scale as rounded to `real`; elements want the row's own. */
+    row->input_inv_temperature = (real)(1 / a->input_temperature);
+    row->input_max = (real)(found->input.max / (double)row->input_inv_temperature);
+    row->input_inv_sum_exp = (real)(1 / found->input.sum_exp);
+    row->input_log_sum_exp = (real)log(found->input.sum_exp);
+    row->target_inv_temperature = (real)(1 / a->target_temperature);
+    row->target_max = (real)(found->target.max / (double)row->target_inv_temperature);
+    row->target_inv_sum_exp = (real)(1 / found->target.sum_exp);
+    row->target_log_sum_exp = (real)log(found->target.sum_exp);
+    row->log_z_diff_high = (real)found->log_z_diff;
+    row->log_z_diff_low = (real)(found->log_z_diff - (double)row->log_z_diff_high);
+}
+
+/* -inf of a piece without mass */
+static double lse(Softmax softmax) { return softmax.max == -INFINITY ? softmax.max : softmax.max + log(softmax.sum_exp); }
+
+static double log_z_diff(const Found *found)
+{
+    return (found->target.max - found->input.max) + (log(found->target.sum_exp) - log(found->input.sum_exp));
+}
+
+/* From a log-sum-exp: against the number next to it that elements can hold */
+static Softmax softmax_of(double lse, double temperature)
+{
+    const double scale = (double)(real)(1 / temperature), max = (double)(real)(lse / scale) * scale;
+    return (Softmax){ max, exp(lse - max) };
 }
 #endif
 
-#if HAS_APART
-/* Both norms and the sums of a row whose distributions are apart; otherwise returns 0. */
-static int sum_apart(const X *x, const Y *y, int64_t n, Row *row, Caps caps, Parameters parameters, const Arguments *a,
-                     LogSumExp *input, LogSumExp *target, Sums *sums)
+#if HAS_FAST
+/* Both softmaxes and the sums of a row that is far; false where it is not. */
+static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+                    const Arguments *a, Found *found)
 {
-#if HAS_OVERLAP
-    const double exponent = overlap_exponent(parameters);
+#if HAS_CHERNOFF
+    const double exponent = chernoff_exponent(parameters);
 #else
     const double exponent = 0;
 #endif
-    const Survey s = survey(x, y, n, caps, *row, (real)exponent);
-    if (!(s.x_total > 0 && s.x_total < MOST && s.y_total > 0 && s.y_total < MOST))
+    const Statistics s = statistics(x, y, n, softcaps, *row, (real)exponent);
+    if (!(s.x_sum_exp > 0 && s.x_sum_exp < MAX_SUM && s.y_sum_exp > 0 && s.y_sum_exp < MAX_SUM))
         return 0;
-    input->total = s.x_total;
-    target->total = s.y_total;
-    set_row(row, *input, *target, a);
+    found->input.sum_exp = s.x_sum_exp;
+    found->target.sum_exp = s.y_sum_exp;
+    found->log_z_diff = log_z_diff(found);
+    set_row(row, found, a);
 #if HAS_MOMENTS
-    const double shift = log2(s.x_total / s.y_total);
-    const Element whole = of_moments((real)((s.cross_p / s.y_total + shift) * 0.6931471805599453),
-                                     (real)((s.cross_q / s.x_total + shift) * 0.6931471805599453),
-                                     (real)(s.overlap / s.x_total * exp2(exponent * shift)), parameters);
-    *sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
+    const double shift = log2(s.x_sum_exp / s.y_sum_exp);
+    const Element whole = from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * 0.6931471805599453),
+                                       (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453),
+                                       (real)(s.chernoff / s.x_sum_exp * exp2(exponent * shift)), parameters);
+    found->sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
 #else
-    *sums = (Sums){ 0, 0, 0, 0 };
-    apart_sum(x, y, 0, 0, n, *row, caps, parameters, 0, sums);
+    found->sums = (Sums){ 0, 0, 0, 0 };
+    fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
 #endif
-    return is_apart(*sums);
+    found->mode = FAST;
+    return is_well_conditioned(found->sums);
 }
 #endif
 
-#if NEEDS_NORMS
-/* The same of any row */
-static void sum_guarded(const X *x, const Y *y, int64_t n, Row *row, Caps caps, Parameters parameters, const Arguments *a,
-                        LogSumExp *input, LogSumExp *target, Sums *sums)
+#if HAS_LOGITS
+/* Against the row's maxima */
+static void sum_exponentials(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, Found *found)
 {
+    (void)x, (void)y;
 #if INPUT_IS_LOGITS
-    input->total = total_x(x, n, caps, row->input_scale, row->input_top);
+    found->input.sum_exp = input_sum_exp(x, n, softcaps, row->input_inv_temperature, row->input_max);
 #endif
 #if TARGET_IS_LOGITS
-    target->total = total_y(y, n, caps, row->target_scale, row->target_top);
+    found->target.sum_exp = target_sum_exp(y, n, softcaps, row->target_inv_temperature, row->target_max);
 #endif
+}
+
+/* Both softmaxes and the sums of any row */
+static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+                     const Arguments *a, Found *found)
+{
+    sum_exponentials(x, y, n, row, softcaps, found);
     for (int pass = 0; pass < 2; pass++) {
-        set_row(row, *input, *target, a);
-        *sums = (Sums){ 0, 0, 0, 0 };
-        sum(x, y, 0, 0, n, *row, caps, parameters, 0, sums);
-        /* The totals' rounding is in the shift between the norms, and shows in the masses as an excess. Smooth kinds have
-           its square, and seldom too much of it; total_variation has it as it is. */
-        const double wrong = fabs(sums->excess) * fmax(fabs(sums->d_log_p), fabs(sums->d_log_q));
-        if (!(wrong > 1e-6 * fabs(sums->term) && wrong < MOST))
+        found->log_z_diff = log_z_diff(found);
+        set_row(row, found, a);
+        found->sums = (Sums){ 0, 0, 0, 0 };
+        sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
+        /* The sums' rounding is in the difference of log-sum-exps, and shows in the masses as an excess. Smooth kinds
+           have its square, and seldom too much of it; total_variation has it as it is. */
+        const Sums s = found->sums;
+        const double wrong = fabs(s.q_minus_p) * fmax(fabs(s.d_log_p), fabs(s.d_log_q));
+        if (!(wrong > 1e-6 * fabs(s.term) && wrong < MAX_SUM))
             break;
-        input->total *= exp(0.5 * sums->excess);
-        target->total *= exp(-0.5 * sums->excess);
+        found->input.sum_exp *= exp(0.5 * s.q_minus_p);
+        found->target.sum_exp *= exp(-0.5 * s.q_minus_p);
     }
+    found->mode = SAFE;
+}
+
+/* A row, or a piece of one that counts as a row */
+static void sum_row(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+                    const Arguments *a, Found *found)
+{
+    *found = (Found){ { 0, 1 }, { 0, 1 }, 0, { 0, 0, 0, 0 }, SAFE };
+#if INPUT_IS_LOGITS
+    found->input.max = COUNTED_X((real)input_max(x, n)) * (double)(real)(1 / a->input_temperature);
+#endif
+#if TARGET_IS_LOGITS
+    found->target.max = COUNTED_Y((real)target_max(y, n)) * (double)(real)(1 / a->target_temperature);
+#endif
+    set_row(row, found, a);
+    if (a->verb == VERB_STATISTICS && !HAS_MOMENTS) {
+        sum_exponentials(x, y, n, row, softcaps, found);
+        return;
+    }
+#if HAS_FAST
+    if (fabs(found->input.max) < INFINITY && fabs(found->target.max) < INFINITY
+        && sum_fast(x, y, n, row, softcaps, parameters, a, found))
+        return;
+#endif
+    sum_safe(x, y, n, row, softcaps, parameters, a, found);
 }
 #endif
+
+/* Packed numbers of rows: known[field * rows + row], and so what is found */
+static double known(const Arguments *a, int field, int64_t r) { return a->known[field * a->rows + r]; }
+static void keep(const Arguments *a, int field, int64_t r, double value) { a->found[field * a->rows + r] = value; }
+
+static int fields_found(const Arguments *a)
+{
+    return a->verb == VERB_STATISTICS ? (int)STATS_FIELDS : a->verb == VERB_ACCUMULATE ? (int)SUMS_FIELDS : (int)STATE_FIELDS;
+}
+
+static void keep_statistics(const Arguments *a, int64_t r, const Found *found)
+{
+#if HAS_LOGITS
+    keep(a, STATS_INPUT_LSE, r, INPUT_IS_LOGITS ? lse(found->input) : 0);
+    keep(a, STATS_TARGET_LSE, r, TARGET_IS_LOGITS ? lse(found->target) : 0);
+    keep(a, STATS_TERM, r, found->sums.term);
+    keep(a, STATS_D_LOG_P, r, found->sums.d_log_p);
+    keep(a, STATS_D_LOG_Q, r, found->sums.d_log_q);
+    keep(a, STATS_MODE, r, found->mode);
+#endif
+}
+
+static void keep_sums(const Arguments *a, int64_t r, const Found *found)
+{
+    keep(a, SUMS_TERM, r, found->sums.term);
+    keep(a, SUMS_D_LOG_P, r, found->sums.d_log_p);
+    keep(a, SUMS_D_LOG_Q, r, found->sums.d_log_q);
+    keep(a, SUMS_Q_MINUS_P, r, found->sums.q_minus_p);
+    keep(a, SUMS_MODE, r, found->mode);
+}
+
+static void keep_state(const Arguments *a, int64_t r, const Found *found, double d_loss)
+{
+#if HAS_LOGITS
+    keep(a, STATE_INPUT_LSE, r, INPUT_IS_LOGITS ? lse(found->input) : 0);
+    keep(a, STATE_TARGET_LSE, r, TARGET_IS_LOGITS ? lse(found->target) : 0);
+#else
+    keep(a, STATE_INPUT_LSE, r, 0);
+    keep(a, STATE_TARGET_LSE, r, 0);
+#endif
+    keep(a, STATE_LOG_Z_DIFF, r, found->log_z_diff);
+    keep(a, STATE_D_LOG_P, r, found->sums.d_log_p);
+    keep(a, STATE_D_LOG_Q, r, found->sums.d_log_q);
+    keep(a, STATE_D_LOSS, r, d_loss);
+    keep(a, STATE_MODE, r, found->mode);
+}
 
 static void clear(const Arguments *a, int64_t r, int64_t n)
 {
     (void)n;
 #if WANT_INPUT
-    memset(a->input_gradient + r * a->input_gradient_stride, 0, (size_t)n * sizeof(X));
+    memset(a->d_input + r * a->d_input_stride, 0, (size_t)n * sizeof(X));
 #endif
 #if WANT_TARGET
-    memset(a->target_gradient + r * a->target_gradient_stride, 0, (size_t)n * sizeof(Y));
+    memset(a->d_target + r * a->d_target_stride, 0, (size_t)n * sizeof(Y));
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS(0);
-    if (a->state)
-        for (int k = 0; k < 7; k++)
-            a->state[k * a->rows + r] = 0;
+    if (a->found)
+        for (int field = 0; field < fields_found(a); field++)
+            keep(a, field, r, 0);
 }
 
+/* The row's part of what the verb asks for; returns its weighted loss. */
 static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters parameters)
 {
-    const double weight = a->weight ? (double)a->weight[r] : 1;
+    const double weight = a->row_weight ? (double)a->row_weight[r] : 1;
     if (weight == 0) { /* not read: garbage in it cannot leak */
         clear(a, r, n);
         return 0;
     }
     const X *x = a->x + r * a->x_stride;
     const Y *y = a->y + r * a->y_stride;
-    X *input_gradient = 0;
-    Y *target_gradient = 0;
+    X *d_input = 0;
+    Y *d_target = 0;
 #if WANT_INPUT
-    input_gradient = a->input_gradient + r * a->input_gradient_stride;
+    d_input = a->d_input + r * a->d_input_stride;
 #endif
 #if WANT_TARGET
-    target_gradient = a->target_gradient + r * a->target_gradient_stride;
+    d_target = a->d_target + r * a->d_target_stride;
 #endif
     Row row = { 0 };
-    const Caps caps = { (real)a->input_cap, (real)a->target_cap };
-    Sums sums = { 0, 0, 0, 0 };
-    LogSumExp input = { 0, 0 }, target = { 0, 0 };
-    int apart = 0;
-    (void)input_gradient, (void)target_gradient, (void)apart;
-#if NEEDS_NORMS
-    const double *known = a->known_state;
-    if (known) {
-        apart = known[a->rows + r] > 0;
-        input = (LogSumExp){ known[r], fabs(known[a->rows + r]) };
-        target = (LogSumExp){ known[2 * a->rows + r], known[3 * a->rows + r] };
-        sums = (Sums){ known[4 * a->rows + r], known[5 * a->rows + r], known[6 * a->rows + r], 0 };
-        set_row(&row, input, target, a);
+    const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
+    Found found = { { 0, 1 }, { 0, 1 }, 0, { 0, 0, 0, 0 }, SAFE };
+    const int has_state = a->verb == VERB_GRADIENT && a->known;
+    double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
+    (void)d_input, (void)d_target, (void)d_loss;
+#if HAS_LOGITS
+    if (has_state) {
+        found.input = softmax_of(known(a, STATE_INPUT_LSE, r), a->input_temperature);
+        found.target = softmax_of(known(a, STATE_TARGET_LSE, r), a->target_temperature);
+        found.log_z_diff = known(a, STATE_LOG_Z_DIFF, r);
+        found.sums = (Sums){ 0, known(a, STATE_D_LOG_P, r), known(a, STATE_D_LOG_Q, r), 0 };
+        found.mode = (int)known(a, STATE_MODE, r);
+        set_row(&row, &found, a);
+    } else if (a->verb == VERB_ACCUMULATE) {
+        found.input = softmax_of(known(a, STATS_INPUT_LSE, r), a->input_temperature);
+        found.target = softmax_of(known(a, STATS_TARGET_LSE, r), a->target_temperature);
+        found.log_z_diff = known(a, STATS_TARGET_LSE, r) - known(a, STATS_INPUT_LSE, r);
+        set_row(&row, &found, a);
+        sum(x, y, 0, 0, n, row, softcaps, parameters, 0, &found.sums);
     } else {
-#if INPUT_IS_LOGITS
-        input.top = CAPPED_X((real)top_x(x, n), caps) * (double)(real)(1 / a->input_temperature);
-#endif
-#if TARGET_IS_LOGITS
-        target.top = CAPPED_Y((real)top_y(y, n), caps) * (double)(real)(1 / a->target_temperature);
-#endif
-        set_row(&row, input, target, a);
-#if HAS_APART
-        if (fabs(input.top) < INFINITY && fabs(target.top) < INFINITY)
-            apart = sum_apart(x, y, n, &row, caps, parameters, a, &input, &target, &sums);
-#endif
-        if (!apart)
-            sum_guarded(x, y, n, &row, caps, parameters, a, &input, &target, &sums);
+        sum_row(x, y, n, &row, softcaps, parameters, a, &found);
     }
-    row.input_sum_gradient = (real)sums.d_log_q;
-    row.target_sum_gradient = (real)sums.d_log_p;
-#elif ONE_SWEEP
-    sum_and_gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, (real)(weight * a->scale), &sums);
+    row.input_grad_sum = (real)found.sums.d_log_q;
+    row.target_grad_sum = (real)found.sums.d_log_p;
 #else
-    sum(x, y, input_gradient, target_gradient, n, row, caps, parameters, 0, &sums);
+#if ONE_SWEEP
+    if (!has_state) {
+        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, (real)(weight * a->scale), &found.sums);
+    } else
 #endif
-    const Finish done = finish(sums.term, parameters);
-#if WANT_GRADIENT && !ONE_SWEEP
-    const real upstream = (real)(weight * a->scale * done.slope);
-#if HAS_APART
-    if (apart)
-        apart_gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, &sums);
-    else
+        if (!has_state)
+            sum(x, y, d_input, d_target, n, row, softcaps, parameters, 0, &found.sums);
 #endif
-        gradient(x, y, input_gradient, target_gradient, n, row, caps, parameters, upstream, &sums);
+    if (a->verb == VERB_STATISTICS) {
+        keep_statistics(a, r, &found);
+        return 0;
+    }
+    if (a->verb == VERB_ACCUMULATE) {
+        keep_sums(a, r, &found);
+        return 0;
+    }
+    double loss = 0;
+    if (!has_state) {
+        const Finish done = finish(found.sums.term, parameters);
+        loss = weight * done.loss;
+        d_loss = done.derivative;
+    }
+#if WANT_GRADIENT
+    if (!ONE_SWEEP || has_state) {
+        const real grad_out = (real)(weight * a->scale * d_loss);
+#if HAS_FAST
+        if (found.mode == FAST)
+            fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+        else
+#endif
+            gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+    }
 #endif
     if (a->loss)
-        a->loss[r] = STORE_LOSS((real)(weight * done.loss));
-    if (a->state) {
-        const double mark = HAS_APART && !apart ? -1 : 1; /* of the input's total: whether the gradient is to be guarded */
-        const double parts[] = { input.top, mark * input.total, target.top, target.total,
-                                 sums.term, sums.d_log_p, sums.d_log_q };
-        for (int k = 0; k < 7; k++)
-            a->state[k * a->rows + r] = parts[k];
-    }
-    return weight * done.loss;
+        a->loss[r] = STORE_LOSS((real)loss);
+    if (a->found)
+        keep_state(a, r, &found, d_loss);
+    return loss;
 }
 
 /* Rows of one element whose term is the loss (`reduction="none"` of kl_div): a row is a vector lane. */
-#define ELEMENTWISE (FINISH_IS_IDENTITY && !NEEDS_NORMS)
+#define ELEMENTWISE (FINISH_IS_IDENTITY && !HAS_LOGITS)
 #if ELEMENTWISE
 NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
 {
     const Row row = { 0 };
     const real scale = (real)a->scale;
     LOSS *loss = a->loss;
-    const WEIGHT *weights = a->weight;
+    const WEIGHT *weights = a->row_weight;
 #if WANT_INPUT
-    X *input_gradient = a->input_gradient;
+    X *d_input = a->d_input;
 #endif
 #if WANT_TARGET
-    Y *target_gradient = a->target_gradient;
+    Y *d_target = a->d_target;
 #endif
     (void)scale;
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
-        const Element e = k_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
+        const Element e = safe_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
         const real weight = weights ? (real)weights[i] : (real)1;
         if (loss)
             loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
 #if WANT_INPUT
-        input_gradient[i] = STORE_X(weight == 0 ? (real)0 : scale * weight * e.input);
+        d_input[i] = STORE_X(weight == 0 ? (real)0 : scale * weight * e.input);
 #endif
 #if WANT_TARGET
-        target_gradient[i] = STORE_Y(weight == 0 ? (real)0 : scale * weight * e.target);
+        d_target[i] = STORE_Y(weight == 0 ? (real)0 : scale * weight * e.target);
 #endif
     }
 }
 #endif
 
-int64_t kullback_units(int64_t rows, int64_t vocab)
-{
-    const int64_t rows_per_unit = vocab >= UNIT ? 1 : UNIT / (vocab ? vocab : 1);
-    return (rows + rows_per_unit - 1) / rows_per_unit;
-}
-
 void kullback_rows(const Arguments *a)
 {
     const int64_t rows_per_unit = a->vocab >= UNIT ? 1 : UNIT / (a->vocab ? a->vocab : 1);
-    const int64_t units = kullback_units(a->rows, a->vocab);
+    const int64_t units = (a->rows + rows_per_unit - 1) / rows_per_unit;
+    double *partial = a->total ? calloc((size_t)units + 1, sizeof *partial) : 0;
     Parameters parameters;
     memset(&parameters, 0, sizeof parameters);
-    *(real *)&parameters = (real)a->parameters[0];
+    *(real *)&parameters = (real)a->parameter;
 #pragma omp parallel for schedule(static) num_threads(a->threads) if (units > 1)
     for (int64_t unit = 0; unit < units; unit++) {
         const int64_t first = unit * rows_per_unit;
         const int64_t last = first + rows_per_unit < a->rows ? first + rows_per_unit : a->rows;
 #if ELEMENTWISE
-        if (a->vocab == 1 && a->input_gradient_stride <= 1 && a->target_gradient_stride <= 1 && !a->partial && !a->state) {
+        if (a->vocab == 1 && a->d_input_stride <= 1 && a->d_target_stride <= 1 && !a->total && !a->found) {
             elementwise(a, first, last, parameters);
             continue;
         }
@@ -450,7 +514,17 @@ void kullback_rows(const Arguments *a)
             const int64_t left = a->elements - r * a->vocab;
             part += one_row(a, r, left < a->vocab ? left : a->vocab, parameters);
         }
-        if (a->partial)
-            a->partial[unit] = part;
+        if (partial)
+            partial[unit] = part;
     }
+    if (a->total) {
+        double total = 0, lost = 0; /* Neumaier's sum; where it is infinite what was lost is NaN */
+        for (int64_t unit = 0; unit < units; unit++) {
+            const double part = partial[unit], next = total + part;
+            lost += fabs(total) >= fabs(part) ? (total - next) + part : (part - next) + total;
+            total = next;
+        }
+        *a->total = STORE_LOSS((real)((lost == lost ? total + lost : total) * a->scale));
+    }
+    free(partial);
 }

@@ -1,4 +1,10 @@
 /* How fast two streams can be read: 16-byte loads, no arithmetic to speak of. */
+#pragma once
+
+#include "cuda/config.cuh"
+
+namespace kullback {
+
 extern "C" __global__ void __launch_bounds__(THREADS) kullback_ceiling(const uint4 *x, const uint4 *y, unsigned *result,
                                                                       long long count)
 {
@@ -18,4 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) kullback_ceiling(const uin
     }
     if (seen == 0x12345678u) /* so that the loads are not left out */
         *result = seen;
+}
+
 }

@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +16,10 @@ from kullback.backends import build
 from kullback.backends.build import BuildError
 from kullback.backends.cuda import plan
 
-HERE = Path(__file__).parent
-
 if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not None:
     # Half of a first call's time otherwise. Where it is missing, `unavailable` says so.
     with contextlib.suppress(ImportError):
         importlib.import_module("cuda.core")
-
-
-def text(name: str) -> str:
-    """A template of this folder."""
-    return (HERE / name).read_text()
 
 
 def compile_cubin(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:

@@ -23,9 +23,9 @@ class Shape:
     min_blocks: int  # of a multiprocessor: bounds the registers
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros(self) -> dict[str, int | str]:
         return {
-            "FLAT": int(self.flat),
+            "FLAT": self.flat,
             "LANES": self.lanes,
             "THREADS": THREADS,
             "WIDTH": self.width,
@@ -63,35 +63,33 @@ def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int
 class LogitsShape:
     """The compile-time shape of a kernel for logits."""
 
-    known: bool  # whether the rows' states are known, and only gradients wanted
     resident: bool  # whether rows stay on chip
-    lanes: int  # threads of a block that share a row
-    groups: int  # rows that a block has in hand
+    threads_per_row: int  # of a block
+    groups: int  # rows that a block works on at once
     width: int  # elements of a 16-byte access
     min_blocks: int  # of a multiprocessor: bounds the registers
-    held: int = 0  # vectors of a row that a thread keeps in registers: all that it has
-    keeps_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
-    to_y: int = 0  # bytes from the input's part of shared memory to the target's
+    register_vectors: int = 0  # vectors of a row that a thread keeps in registers: all that it has
+    caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
+    y_offset: int = 0  # bytes from the input's part of shared memory to the target's
 
     @property
     def threads(self) -> int:
-        return self.lanes * self.groups + (32 if self.resident else 0)
+        return self.threads_per_row * self.groups + (32 if self.resident else 0)
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros(self) -> dict[str, int | str]:
         return {
-            "KNOWN": int(self.known),
-            "RESIDENT": int(self.resident),
-            "LANES": self.lanes,
+            "RESIDENT": self.resident,
+            "THREADS_PER_ROW": self.threads_per_row,
             "GROUPS": self.groups,
             "MAX_CLUSTER": MAX_CLUSTER,
-            "MAILBOXES": MAILBOXES,
-            "LETTER_BYTES": LETTER_BYTES,
+            "EXCHANGE_SLOTS": EXCHANGE_SLOTS,
+            "PARTIAL_BYTES": PARTIAL_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
-            "HELD": self.held,
-            "KEEPS_SLOPES": int(self.keeps_slopes),
-            "TO_Y": self.to_y,
+            "REGISTER_VECTORS": self.register_vectors,
+            "CACHES_SLOPES": self.caches_slopes,
+            "Y_OFFSET": self.y_offset,
         }
 
 
@@ -101,30 +99,30 @@ class Layout:
 
     shape: LogitsShape
     cluster: int = 1  # blocks that share a row
-    slots: int = 0  # of the ring
-    slot_vectors: int = 0  # of each tensor, in a slot
-    share: int = 0  # vectors of a row in a block, at most
-    pieces: int = 0  # slots that they take
-    mail: int = 0  # offset of it in shared memory, behind the target's slots
-    barriers: int = 0  # and of these, behind the mail
+    stages: int = 0  # of the pipeline
+    tile_vectors: int = 0  # of each tensor, in a stage
+    slice_vectors: int = 0  # of a row in a block, at most
+    row_tiles: int = 0  # stages that they take
+    exchange_offset: int = 0  # in shared memory, behind the target's stages
+    barrier_offset: int = 0  # behind that
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
 SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
-BARRIER_BYTES, TOPS_BYTES = 8, 8
-MOST_SLOTS = 20  # that have barriers, and likely tops
-MAILBOXES, LETTER_BYTES = 2, 16
-SLOT_BYTES = 13 << 10  # of a slot, at least, where a row has as many
+BARRIER_BYTES, ROW_MAX_BYTES = 8, 8
+MAX_STAGES = 20  # that have barriers, and estimated maxima
+EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
+MIN_TILE_BYTES = 13 << 10  # where a row has as many
 MAX_CLUSTER = 8  # the largest that every device admits
 
 
-# Threads that share a row and rows that a block has in hand, where a short share is to be had for many rows, and where
-# a row takes all the ring. With the warp that fetches, 16 warps leave a thread 128 registers, 17 leave it 96.
-TEAMS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
-MAX_HELD = 4  # vectors of a row that a thread has registers for
-MANY_REGISTERS = 15 * 32  # threads of teams, at most, that leave room for a second gradient
+# Threads that share a row and rows that a block works on, where a short slice is to be had for many rows, and where
+# a row takes all the stages. With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
+ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+MAX_REGISTER_VECTORS = 4  # of a row, that a thread has registers for
+MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
 
 @functools.cache
@@ -133,64 +131,77 @@ def logits(
     x: torch.dtype,
     y: torch.dtype,
     both: bool,
-    known: bool,
+    streams: bool,
     fits: bool,
-    keeps_slopes: bool = False,
+    caches_slopes: bool = False,
     light: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
-    `both`: whether both gradients are wanted; `known`: whether only gradients, of rows whose states are known; `fits`:
-    whether the device and the tensors admit rows on chip;
-    `keeps_slopes`: whether masses and slopes are to take the place of rows on chip; `light`: whether the formula
-    leaves registers for a row.
+    `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
+    `fits`: whether the device and the tensors admit rows on chip. `caches_slopes`: whether masses and slopes take the
+    place of rows on chip. `light`: whether the formula leaves registers for a row.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
     for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
-        share = math.ceil(vectors / cluster)
-        for lanes, groups in (team for team in TEAMS if not both or team[0] * team[1] <= MANY_REGISTERS):
-            mail_bytes = groups * MAILBOXES * LETTER_BYTES * cluster * lanes // 32
-            barriers_bytes = (2 * MOST_SLOTS + groups * MAILBOXES) * BARRIER_BYTES + MOST_SLOTS * TOPS_BYTES
+        slice_vectors = math.ceil(vectors / cluster)
+        for threads, groups in (group for group in ROW_GROUPS if not both or group[0] * group[1] <= MANY_REGISTERS):
+            exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
+            barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
             # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
-            room = (SHARED - STATIC_BYTES - mail_bytes - barriers_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
-            slots, slot_vectors, pieces = _ring(share, vector_bytes, lanes, room)
-            # Each group's last row is done when it waits for its next: so much of the ring has been turned over,
-            # and the turn that it waits for is not two ahead, which its barriers could not tell from none.
-            safe = (groups - 1) * pieces < slots and pieces <= slots
-            if safe and (3 * pieces <= slots or cluster == MAX_CLUSTER):
-                to_y = room * per_vector * x.itemsize
-                shape = LogitsShape(False, True, lanes, groups, per_vector, 1, keeps_slopes=keeps_slopes, to_y=to_y)
-                mail = to_y + slots * slot_vectors * per_vector * y.itemsize
-                barriers = mail + mail_bytes
-                shared = barriers + barriers_bytes
-                return Layout(shape, cluster, slots, slot_vectors, share, pieces, mail, barriers, shared)
+            room = (SHARED - STATIC_BYTES - exchange_bytes - barrier_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
+            stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
+            # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
+            # round that it waits for is not two ahead, which its barriers could not tell from none.
+            safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
+            if safe and (3 * row_tiles <= stages or cluster == MAX_CLUSTER):
+                y_offset = room * per_vector * x.itemsize
+                shape = LogitsShape(
+                    True, threads, groups, per_vector, 1, caches_slopes=caches_slopes, y_offset=y_offset
+                )
+                exchange_offset = y_offset + stages * tile_vectors * per_vector * y.itemsize
+                barrier_offset = exchange_offset + exchange_bytes
+                shared = barrier_offset + barrier_bytes
+                return Layout(
+                    shape,
+                    cluster,
+                    stages,
+                    tile_vectors,
+                    slice_vectors,
+                    row_tiles,
+                    exchange_offset,
+                    barrier_offset,
+                    shared,
+                )
     # What converts both tensors in ways of their own takes more registers.
-    if vectors <= MAX_HELD * 32 and light and not both and not known:  # 20 warps leave a thread 96 registers, 16 128
-        shape = LogitsShape(known, False, 32, 4, per_vector, 5 if x == y else 4, held=MAX_HELD)
+    if vectors <= MAX_REGISTER_VECTORS * 32 and light and not both and not streams:
+        # 20 warps leave a thread 96 registers, 16 leave it 128.
+        min_blocks = 5 if x == y else 4
+        shape = LogitsShape(False, 32, 4, per_vector, min_blocks, register_vectors=MAX_REGISTER_VECTORS)
     elif short:
         wide = x != y or (both and x == torch.float16)
-        shape = LogitsShape(known, False, 32, 8, per_vector, 2 if wide else 3)
+        shape = LogitsShape(False, 32, 8, per_vector, 2 if wide else 3)
     else:
-        shape = LogitsShape(known, False, 256, 1, per_vector, 2)
-    return Layout(shape, share=vectors)
+        shape = LogitsShape(False, 256, 1, per_vector, 2)
+    return Layout(shape, slice_vectors=vectors)
 
 
-def _ring(share: int, vector_bytes: int, lanes: int, room: int) -> tuple[int, int, int]:
-    """Slots, vectors of each, and slots that a row takes: the most rows on chip, in the fewest pieces.
+def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) -> tuple[int, int, int]:
+    """Stages, vectors of each, and stages that a row takes: the most rows on chip, in the fewest tiles.
 
-    Pieces keep threads as busy as the whole row does. More than one, where a row is as long as two slots, so that the
+    Tiles keep threads as busy as the whole row does. More than one, where a row is as long as two stages, so that the
     next row's first can come early.
     """
-    rings = []
-    most = max(share * vector_bytes // SLOT_BYTES, 1)
-    for pieces in range(min(2, most), most + 1):
-        even = math.ceil(share / pieces)
-        for vectors in (even, math.ceil(even / lanes) * lanes):
-            last = share - (pieces - 1) * vectors
-            turns = (pieces - 1) * math.ceil(vectors / lanes) + math.ceil(last / lanes)
-            if last > 0 and turns == math.ceil(share / lanes):
-                rings.append((min(room // vectors, MOST_SLOTS), vectors, pieces))
-    return max(rings, key=lambda ring: (ring[0] / ring[2], -ring[2]))
+    pipelines = []
+    most = max(slice_vectors * vector_bytes // MIN_TILE_BYTES, 1)
+    for tiles in range(min(2, most), most + 1):
+        even = math.ceil(slice_vectors / tiles)
+        for vectors in (even, math.ceil(even / threads) * threads):
+            last = slice_vectors - (tiles - 1) * vectors
+            turns = (tiles - 1) * math.ceil(vectors / threads) + math.ceil(last / threads)
+            if last > 0 and turns == math.ceil(slice_vectors / threads):
+                pipelines.append((min(room // vectors, MAX_STAGES), vectors, tiles))
+    return max(pipelines, key=lambda pipeline: (pipeline[0] / pipeline[2], -pipeline[2]))

@@ -1,4 +1,10 @@
 /* gradient *= factor, read on the device; a factor of 1 costs one read of it. */
+#pragma once
+
+#include "cuda/vector.cuh"
+
+namespace kullback {
+
 extern "C" __global__ void __launch_bounds__(THREADS) kullback_scale(X *gradient, const LOSS *factor, long long count)
 {
     const real by = to_real(*factor);
@@ -14,4 +20,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) kullback_scale(X *gradient
     }
     for (long long i = vectors * WIDTH + (long long)blockIdx.x * THREADS + threadIdx.x; i < count; i += step)
         gradient[i] = rounded<X>(to_real(gradient[i]) * by);
+}
+
 }

@@ -1,4 +1,9 @@
 /* Element types, and WIDTH of them at a time in 16-byte accesses: read-only loads, streaming stores. */
+#pragma once
+
+#include "cuda/math.cuh"
+
+namespace kullback {
 
 typedef struct { unsigned short bits; } bfloat16;
 typedef struct { unsigned short bits; } float16;
@@ -6,18 +11,12 @@ typedef struct { unsigned short bits; } float16;
 INLINE real to_real(float x) { return (real)x; }
 INLINE real to_real(double x) { return (real)x; }
 INLINE real to_real(bfloat16 x) { return (real)__uint_as_float((unsigned)x.bits << 16); }
-
-INLINE real to_real(float16 x)
-{
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
-    return (real)result;
-}
+INLINE real to_real(float16 x) { return (real)cvt_f32_f16(x.bits); }
 
 INLINE void from_real(real x, float &result) { result = (float)x; }
 INLINE void from_real(real x, double &result) { result = (double)x; }
-INLINE void from_real(real x, bfloat16 &result) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"((float)x)); }
-INLINE void from_real(real x, float16 &result) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"((float)x)); }
+INLINE void from_real(real x, bfloat16 &result) { result.bits = cvt_rn_bf16_f32((float)x); }
+INLINE void from_real(real x, float16 &result) { result.bits = cvt_rn_f16_f32((float)x); }
 
 template <typename T> INLINE T rounded(real x)
 {
@@ -33,11 +32,11 @@ template <typename T> struct alignas(16) Packed {
 
 template <typename T> INLINE real at(const Packed<T> &values, int k) { return to_real(values.element[k]); }
 
-/* by words: half a word takes two instructions to come by */
+/* by 32 bits: half of them takes two instructions to come by */
 INLINE real at(const Packed<bfloat16> &values, int k)
 {
-    const unsigned word = ((const unsigned *)&values)[k / 2];
-    return (real)__uint_as_float(k % 2 ? word & 0xffff0000u : word << 16);
+    const unsigned pair = ((const unsigned *)&values)[k / 2];
+    return (real)__uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16);
 }
 
 enum { VECTOR_BYTES = 16 };
@@ -45,22 +44,24 @@ enum { VECTOR_BYTES = 16 };
 template <typename T> INLINE Packed<T> load(const T *p)
 {
     Packed<T> result;
-    uint4 *words = (uint4 *)&result;
+    uint4 *parts = (uint4 *)&result;
 #pragma unroll
     for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
-        words[i] = __ldg((const uint4 *)p + i);
+        parts[i] = __ldg((const uint4 *)p + i);
     return result;
 }
 
 template <typename T> INLINE void store(T *p, const Packed<T> &value)
 {
-    const uint4 *words = (const uint4 *)&value;
+    const uint4 *parts = (const uint4 *)&value;
 #pragma unroll
     for (int i = 0; i < (int)sizeof value / VECTOR_BYTES; i++)
-        __stcs((uint4 *)p + i, words[i]);
+        __stcs((uint4 *)p + i, parts[i]);
 }
 
 template <typename T> INLINE bool is_aligned(const T *p)
 {
     return ((unsigned long long)p & (VECTOR_BYTES - 1)) == 0;
+}
+
 }

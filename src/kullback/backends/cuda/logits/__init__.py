@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import functools
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from kullback.backends.arguments import print_entry, struct_fields, table
+from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import Launcher, text, workspace
-from kullback.printer import TYPES, print_functor, print_slopes
-from kullback.rows import Gradients, Problem, Wanted
-from kullback.series import POWERS, REACH, Series
+from kullback.backends.cuda.launch import Launcher, workspace
+from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
+from kullback.backends.cuda.source import HERE, inlined, text
+from kullback.backends.lowering import slopes_of
+from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
+from kullback.divergences import DIVERGENCES
+from kullback.problem import Problem, element_at, moments_of
+from kullback.work import Rows, Verb
 
-# Of the kernel, in the order in which each knows of those before it
-ROOMS = ("warp", "problem", "ring", "exchange", "survey", "elements", "slopes", "gradients", "powers", "row", "kernel")
+ARGUMENTS = text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS))
+OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
+Operands, Setup = table(OPERANDS), table(SETUP)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """All that the code of one kernel depends on, but the architecture."""
+class Variant(NamedTuple):
+    """All that the code of one kernel depends on, but its shape and the architecture."""
 
     kind: str
     form: str
@@ -31,52 +35,59 @@ class Variant:
     y: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
-    want_sum: bool
-    want: Wanted
+    verb: Verb
+    known: bool  # whether the rows' states are
+    has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
+    wants: tuple[bool, bool]
     capped: tuple[bool, bool]
-    shape: plan.LogitsShape
 
 
-def source(variant: Variant) -> str:
+def source(variant: Variant, shape: plan.LogitsShape) -> str:
     """The whole CUDA file of a kernel for logits."""
-    forms = variant.form, variant.target_form
-    problem = Problem(variant.kind, *forms)
-    types = {"X": variant.x, "Y": variant.y, "WEIGHT": variant.weight, "LOSS": variant.loss}
-    values = {
-        **{name: TYPES[dtype] for name, dtype in types.items()},
-        "INPUT_IS_LOGITS": int(forms[0] == "logits"),
-        "TARGET_IS_LOGITS": int(forms[1] == "logits"),
-        "INPUT_IS_CAPPED": int(variant.capped[0]),
-        "TARGET_IS_CAPPED": int(variant.capped[1]),
-        "IS_SMOOTH": int(problem.is_smooth),
-        "POWERS": POWERS,
-        "REACH": f"{REACH}f",
-        "WANT_SUM": int(variant.want_sum),
-        "WANT_INPUT": int(variant.want[0]),
-        "WANT_TARGET": int(variant.want[1]),
-        **variant.shape.macros,
+    kind, forms = DIVERGENCES[variant.kind], (variant.form, variant.target_form)
+    factor, least = kind.reverse_kl_factor, kind.least_mean_slope
+    macros: dict[str, int | str] = {
+        "REAL_IS_DOUBLE": 0,
+        "X": TYPES[variant.x],
+        "Y": TYPES[variant.y],
+        "WEIGHT": TYPES[variant.weight],
+        "LOSS": TYPES[variant.loss],
+        "INPUT_IS_LOGITS": forms[0] == "logits",
+        "TARGET_IS_LOGITS": forms[1] == "logits",
+        "INPUT_IS_CAPPED": variant.capped[0],
+        "TARGET_IS_CAPPED": variant.capped[1],
+        "IS_SMOOTH": is_smooth(variant.kind, *forms),
+        "SERIES_TERMS": TERMS,
+        "SERIES_RADIUS": f"{RADIUS}f",
+        "HAS_REVERSE_KL_FACTOR": factor is not None,
+        "REVERSE_KL_FACTOR": f"{factor or 0.0}f",
+        "LEAST_MEAN_SLOPE": f"{least}f" if abs(least) < float("inf") else "(-REAL_INFINITY)",
+        "VERB": f"VERB_{variant.verb.upper()}",
+        "KNOWN": variant.known,
+        "WANT_SUM": variant.has_outputs,
+        "WANT_INPUT": variant.wants[0],
+        "WANT_TARGET": variant.wants[1],
+        **shape.macros,
     }
-    prefixes = ("k_", "apart_", "close_") if forms == ("logits", "logits") else ("k_",)
-    return "\n".join(
-        [
-            "#define REAL_IS_DOUBLE 0",
-            *(f"#define {name} {value}" for name, value in values.items()),
-            text("math.cuh"),
-            text("../logarithm.h"),
-            text("elementary.cuh"),
-            text("../numerics.h"),
-            text("vector.cuh"),
-            text("logits/apart.cuh"),
-            print_functor(problem, prefixes),
-            print_slopes(problem) if forms == ("logits", "logits") else "",
-            text("logits/cluster.cuh") if variant.shape.resident else "",
-            *(text(f"logits/{name}.cuh") for name in ROOMS),
-        ]
-    )
+    both = forms == ("logits", "logits")
+    functor = print_functor(variant.kind, *forms, ("safe_", "fast_", "stable_") if both else ("safe_",))
+    slopes = print_slopes(variant.kind) if both else ""
+    printed = '#include "cuda/logits/fast_math.cuh"\nnamespace kullback {\n' + print_layout() + functor + slopes + "}\n"
+    bounds = f"__launch_bounds__({shape.threads}, {shape.min_blocks})"
+    entry = print_entry("kullback_logits", bounds, {"Operands": OPERANDS, "Setup": SETUP})
+    return print_macros(macros) + inlined("cuda/logits/kernel.cuh", {"cuda/functor.cuh": printed}) + entry
 
 
-def why_not(x: Tensor, y: Tensor) -> str | None:
-    """Why these kernels cannot take the tensors, or None."""
+def is_smooth(kind: str, form: str, target_form: str) -> bool:
+    """Whether the kind is a series near p = q, for its default parameter; other parameters may lie too far out."""
+    parameter = DIVERGENCES[kind].parameter
+    default = 0.0 if parameter is None else parameter.default
+    return form == target_form == "logits" and series(kind, default) is not None
+
+
+def why_not(work: Rows) -> str | None:
+    """Why these kernels cannot take the rows, or None."""
+    x, y = work.input, work.target
     if x.dtype is torch.float64 or y.dtype is torch.float64:
         return "logits in float64 have no CUDA kernel"
     if x.numel() > 1 << 30 and max(x.shape) > 1 << 30:
@@ -84,55 +95,58 @@ def why_not(x: Tensor, y: Tensor) -> str | None:
     return None
 
 
-def run(
-    problem: Problem,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    scale: float,
-    gradients: Gradients,
-    known_state: Tensor | None,
-    state: Tensor | None,
-    losses: Tensor | None,
-    total: Tensor | None,
-) -> None:
-    """Launch on rows of the tensors; what is None is not computed."""
-    rows, vocab = x.shape
+def run(work: Rows) -> None:
+    problem, x, y, weight = work.problem, work.input, work.target, work.row_weight
     index = x.get_device()
     weight = None if weight is None else weight.contiguous()
-    output = total if losses is None else losses
-    d_x, d_y = gradients
-    addresses = [0 if t is None else t.data_ptr() for t in (x, y, d_x, d_y)]
-    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_x, d_y)]  # stride(0) takes twice as long
-    launcher, numbers = _prepared(
+    output = work.total if work.loss is None else work.loss
+    tensors = x, y, work.d_input, work.d_target
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    strides = [0 if t is None else t.stride()[0] for t in tensors]  # stride(0) takes twice as long
+    is_streamed = work.known is not None
+    launcher, setup = _prepared(
         index,
-        vocab,
+        x.size(1),
         problem,
         x.dtype,
         y.dtype,
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
-        output is not None,
-        (d_x is not None, d_y is not None),
-        known_state is not None,
-        known_state is None and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
+        work.verb,
+        is_streamed,
+        work.has_outputs,
+        work.wants,
+        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, x.size(0), x.dtype, y.dtype),
     )
-    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
+    partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks)
     launcher(
-        rows,
-        *addresses,
-        *[0 if t is None else t.data_ptr() for t in (weight, known_state, state, losses, total)],
-        partial,
-        ticket,
-        rows,
-        vocab,
-        *strides,
-        scale,
-        *numbers,
+        x.size(0),
+        *Operands(
+            x=addresses[0],
+            y=addresses[1],
+            d_input=addresses[2],
+            d_target=addresses[3],
+            row_weight=0 if weight is None else weight.data_ptr(),
+            known=0 if work.known is None else work.known.data_ptr(),
+            found=0 if work.found is None else work.found.data_ptr(),
+            loss=0 if work.loss is None else work.loss.data_ptr(),
+            total=0 if work.total is None else work.total.data_ptr(),
+            partial=partial,
+            ticket=ticket,
+            rows=x.size(0),
+            vocab=x.size(1),
+            x_stride=strides[0],
+            y_stride=strides[1],
+            d_input_stride=strides[2],
+            d_target_stride=strides[3],
+            scale=work.scale,
+        ),
+        *setup,
     )
 
 
 @functools.lru_cache(maxsize=1024)
+@remember_failures
 def _prepared(
     index: int,
     vocab: int,
@@ -141,51 +155,90 @@ def _prepared(
     y: torch.dtype,
     weight: torch.dtype,
     loss: torch.dtype,
-    want_sum: bool,
-    want: Wanted,
-    known: bool,
+    verb: Verb,
+    is_streamed: bool,
+    has_outputs: bool,
+    wants: tuple[bool, bool],
     fits: bool,
-) -> tuple[Launcher, tuple[float, ...]]:
+) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
-    placed = layout(problem, vocab, x, y, want, known, fits)
-    fields = problem.kind, problem.form, problem.target_form, x, y, weight, loss, want_sum, want, problem.capped
-    temperatures = problem.temperatures
-    numbers = 1 / temperatures[0], 1 / temperatures[1], *problem.caps, problem.parameter, *_packed(problem.series)
-    ring = placed.slots, placed.slot_vectors, placed.share, placed.pieces, placed.mail, placed.barriers
-    return _launcher(index, placed, *fields), (*numbers, *ring)
+    placed = layout(problem, vocab, x, y, wants, is_streamed, fits)
+    capped = problem.input.softcap != 0, problem.target.softcap != 0
+    kind, form, target_form = problem.kind, problem.input.form, problem.target.form
+    known = is_streamed and verb == "gradient"
+    variant = Variant(kind, form, target_form, x, y, weight, loss, verb, known, has_outputs, wants, capped)
+    setup = Setup(
+        input_inv_temperature=1 / problem.input.temperature,
+        target_inv_temperature=1 / problem.target.temperature,
+        input_softcap=problem.input.softcap,
+        target_softcap=problem.target.softcap,
+        parameters=problem.parameter,
+        **{f"series_{i}": factors for i, factors in enumerate(_packed(problem))},
+        stages=placed.stages,
+        tile_vectors=placed.tile_vectors,
+        slice_vectors=placed.slice_vectors,
+        row_tiles=placed.row_tiles,
+        exchange_offset=placed.exchange_offset,
+        barrier_offset=placed.barrier_offset,
+    )
+    return _launcher(index, placed, variant), setup
 
 
-def _packed(series: Series | None) -> tuple[int, ...]:
+def _packed(problem: Problem) -> tuple[int, ...]:
     """Two floats in an integer each: kernels read halves where they lie, and numbers converted would take registers."""
-    if series is None:
-        return (0,) * POWERS
-    return tuple(struct.unpack("<q", struct.pack("<ff", *factors))[0] for factors in zip(*series, strict=True))
+    # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
+    (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
+    found = series(problem.kind, parameter) if problem.is_normalised else None
+    if found is None:
+        return (0,) * TERMS
+    return tuple(struct.unpack("<q", struct.pack("<ff", *factors))[0] for factors in zip(*found, strict=True))
 
 
 def layout(
-    problem: Problem, vocab: int, x: torch.dtype, y: torch.dtype, want: Wanted, known: bool, fits: bool
+    problem: Problem,
+    vocab: int,
+    x: torch.dtype,
+    y: torch.dtype,
+    wants: tuple[bool, bool],
+    is_streamed: bool,
+    fits: bool,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
-    both_logits = problem.form == problem.target_form == "logits"
-    # A float16 gradient has more digits than a mass that is kept, and a slope is kept in float16.
-    keeps = both_logits and x == torch.bfloat16 and y.itemsize == 2 and want == (True, False)
-    keeps = keeps and problem.has_slope and problem.longest_slope < torch.finfo(torch.float16).max
-    light = problem.is_crossed and not any(problem.capped)
-    return plan.logits(vocab, x, y, all(want), known, fits, keeps, light)
+    # A float16 gradient has more digits than a mass that is cached, and a slope is cached in float16.
+    caches = x == torch.bfloat16 and y.itemsize == 2 and wants == (True, False) and caches_slopes(problem)
+    moments = moments_of(problem.kind) if problem.is_normalised else None
+    light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
+    return plan.logits(vocab, x, y, all(wants), is_streamed, fits, caches, light)
+
+
+def caches_slopes(problem: Problem) -> bool:
+    """Whether float16 holds a row's slopes: their mean is predicted, or they are signs; and none is too large."""
+    slopes = slopes_of(problem.kind) if problem.is_normalised and not problem.has_moments else None
+    if slopes is None:
+        return False
+    is_sign = getattr(slopes.rest_q, "op", None) == "step"
+    if not is_sign and problem.divergence.reverse_kl_factor is None:
+        return False
+    # Beyond e^±30 a slope grows with the log-ratio at most.
+    element = element_at(
+        problem.kind, problem.parameter, torch.tensor([-30.0, 30.0], dtype=torch.float64, device="cpu")
+    )
+    masses = torch.tensor([15.0, -15.0], dtype=torch.float64, device="cpu").exp()
+    return float((element.d_log_q / masses).abs().max()) < torch.finfo(torch.float16).max
 
 
 @functools.cache
-def _launcher(index: int, placed: plan.Layout, *fields: Any) -> Launcher:
+def _launcher(index: int, placed: plan.Layout, variant: Variant) -> Launcher:
     shape = placed.shape
-    code = source(Variant(*(*fields, shape)))
-    return Launcher(code, "kullback_logits", index, shape.threads, placed.cluster, placed.shared)
+    return Launcher(source(variant, shape), "kullback_logits", index, shape.threads, placed.cluster, placed.shared)
 
 
 @functools.cache
 def _has_clusters(index: int) -> bool:
     """Whether the device can keep rows on chip: clusters, bulk copies, and the shared memory of the plan."""
-    properties: Any = torch.cuda.get_device_properties(index)
-    return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= plan.SHARED)
+    properties = torch.cuda.get_device_properties(index)
+    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
+    return properties.major >= 9 and shared >= plan.SHARED
 
 
 def _in_phase(addresses: list[int], strides: list[int], rows: int, x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:

@@ -1,127 +1,146 @@
-/* What an element wants to know of its row, and sums over elements, in each vocabulary. */
+/* What an element has to know of its row, and sums over elements, in each mode (state.py). */
+#pragma once
 
-/* The error of top · binary(scale), rounded: every power in a survey's total has it. */
-INLINE double rounding_of(float top, float scale)
+#include "cuda/logits/row_stats.cuh"
+
+namespace kullback {
+
+/* An exponent of no mass, and a number after any factor */
+#define NO_MASS_EXPONENT -1e4f
+
+/* The error of max · base_2(inv_temperature), rounded: every power in a row's Σ exp has it. */
+INLINE double scaling_error(float max, float inv_temperature)
 {
-    const float factor = binary(scale);
-    return (double)product(top, factor) - (double)top * (double)factor;
+    const float scale = base_2(inv_temperature);
+    return (double)mul_rn(max, scale) - (double)max * (double)scale;
 }
 
 /* log(y / x); exchanging them changes the sign and not a bit */
 INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
-INLINE double log_quotient_of(double y, double x) { return y < x ? -log(x / y) : log(y / x); }
 
-/* A row's norm as an exponent, and what its masses sum to when that was rounded */
-INLINE float norm_of(float top, float total, float scale) { return product(top, binary(scale)) + log2_of(total); }
-INLINE float whole_of(float top, float total, float scale)
+/* A row's log-sum-exp as an exponent, and what its masses sum to when that was rounded */
+INLINE float log2_z(float max, float sum_exp, float inv_temperature)
 {
-    return total * power_of_2(product(top, binary(scale)) - norm_of(top, total, scale));
+    return mul_rn(max, base_2(inv_temperature)) + lg2(sum_exp);
+}
+INLINE float mass_sum(float max, float sum_exp, float inv_temperature)
+{
+    return sum_exp * ex2(mul_rn(max, base_2(inv_temperature)) - log2_z(max, sum_exp, inv_temperature));
 }
 
-/* log-normaliser of y less that of x, as floats found it, and what is known to be wrong with that */
-INLINE double shift_of(const Arguments &a, const Survey &survey)
+/* log-sum-exp of y less that of x: as it is given; else as floats found it, and what is known to be wrong with that */
+INLINE double log_z_diff_of(const Arguments &a, const RowStats &stats)
 {
-    const double rounding = survey.is_usual ? rounding_of(survey.y_top, a.target_scale) - rounding_of(survey.x_top, a.input_scale) : 0;
-    const double of_tops = (double)survey.y_top * (double)found_here(a.target_scale) - (double)survey.x_top * (double)found_here(a.input_scale);
-    if (SEEKS_ONE_WORD && survey.correction == K_INFINITY) /* to the bit as elements find it of tops */
-        return of_tops + (double)k_logit_difference(survey.y_top, a.target_scale, survey.x_top, a.input_scale, (float)of_tops,
-                                                    (float)(of_tops - (double)(float)of_tops));
-    return of_tops + rounding * (double)LN2 + (double)log_quotient_of(survey.y_total, survey.x_total) + found_here(survey.correction);
+#if HAS_NORMALISERS
+    return stats.log_z_diff;
+#endif
+    const double error = stats.in_range
+        ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
+        : 0;
+    const double of_max = (double)stats.y_max * (double)opaque(a.target_inv_temperature)
+        - (double)stats.x_max * (double)opaque(a.input_inv_temperature);
+    if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
+        return of_max + (double)safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max, a.input_inv_temperature,
+                                                      (float)of_max, (float)(of_max - (double)(float)of_max));
+    return of_max + error * (double)LN2 + (double)log_quotient_of(stats.y_sum_exp, stats.x_sum_exp) + opaque(stats.correction);
 }
 
-/* What elements want to know of their row. Each vocabulary's is found where it is used, so that nothing is that is
-   not. A mass of `k_` is exp((x - top)·scale) / total; one of the others has the rounding in it, as a usual total. */
-template <int VOCABULARY> INLINE Row row_of(const Arguments &a, const Survey &survey, const Sums &sums)
+/* Found in each mode where it is used, so that nothing is that is not. A mass of `safe_` is
+   exp((x - max)·inv_temperature) / Σ exp; one of the others has the scaling's error in it, as a Σ exp in range. */
+template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats &stats, const Sums &sums)
 {
+    const bool is_exponent = MODE == FAST && IS_16_BIT;
     Row row;
-    row.input_scale = a.input_scale;
-    row.target_scale = a.target_scale;
-    row.input_top = VOCABULARY == APART && IS_NARROW ? norm_of(survey.x_top, survey.x_total, a.input_scale) : survey.x_top;
-    row.target_top = VOCABULARY == APART && IS_NARROW ? norm_of(survey.y_top, survey.y_total, a.target_scale) : survey.y_top;
-    const double x_rounding = survey.is_usual && INPUT_IS_LOGITS ? rounding_of(survey.x_top, a.input_scale) : 0;
-    const double y_rounding = survey.is_usual && TARGET_IS_LOGITS ? rounding_of(survey.y_top, a.target_scale) : 0;
-    row.input_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.x_total * power_of_2((float)x_rounding) : survey.x_total);
-    row.target_inverse_total = 1 / (VOCABULARY == GUARDED ? survey.y_total * power_of_2((float)y_rounding) : survey.y_total);
-    row.input_log_total = logf(survey.x_total) + (float)x_rounding * LN2;
-    row.target_log_total = logf(survey.y_total) + (float)y_rounding * LN2;
-    const double shift = shift_of(a, survey);
-    row.shift_high = (float)shift;
-    row.shift_low = (float)(shift - (double)row.shift_high);
-    row.input_sum_gradient = sums.d_log_q;
-    row.target_sum_gradient = sums.d_log_p;
+    row.input_inv_temperature = a.input_inv_temperature;
+    row.target_inv_temperature = a.target_inv_temperature;
+    row.input_max = is_exponent ? log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : stats.x_max;
+    row.target_max = is_exponent ? log2_z(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) : stats.y_max;
+    const double x_error = stats.in_range && INPUT_IS_LOGITS ? scaling_error(stats.x_max, a.input_inv_temperature) : 0;
+    const double y_error = stats.in_range && TARGET_IS_LOGITS ? scaling_error(stats.y_max, a.target_inv_temperature) : 0;
+    row.input_inv_sum_exp = 1 / (MODE == SAFE ? stats.x_sum_exp * ex2((float)x_error) : stats.x_sum_exp);
+    row.target_inv_sum_exp = 1 / (MODE == SAFE ? stats.y_sum_exp * ex2((float)y_error) : stats.y_sum_exp);
+    row.input_log_sum_exp = logf(stats.x_sum_exp) + (float)x_error * LN2;
+    row.target_log_sum_exp = logf(stats.y_sum_exp) + (float)y_error * LN2;
+    const double log_z_diff = log_z_diff_of(a, stats);
+    row.log_z_diff_high = (float)log_z_diff;
+    row.log_z_diff_low = (float)(log_z_diff - (double)row.log_z_diff_high);
+    row.input_grad_sum = sums.d_log_q;
+    row.target_grad_sum = sums.d_log_p;
     return row;
 }
 
-template <typename T> INLINE void exchange_halves(Packed<T> &values)
+template <typename T> INLINE void swap_halves(Packed<T> &values)
 {
-    enum { WORDS = sizeof(Packed<T>) / sizeof(unsigned) };
-    unsigned *word = (unsigned *)&values;
+    enum { COUNT = sizeof(Packed<T>) / sizeof(unsigned) };
+    unsigned *parts = (unsigned *)&values;
 #pragma unroll
-    for (int i = 0; i < WORDS / 2; i++) {
-        const unsigned kept = word[i];
-        word[i] = word[i + WORDS / 2];
-        word[i + WORDS / 2] = kept;
+    for (int i = 0; i < COUNT / 2; i++) {
+        const unsigned first = parts[i];
+        parts[i] = parts[i + COUNT / 2];
+        parts[i + COUNT / 2] = first;
     }
 }
 
-/* Calls f(k) for the elements of vectors. Of the long formulas half of them at a time, the vectors being turned round
+/* Calls f(k) for the elements of vectors. Of the long formulas half of them at a time, the vectors' halves being swapped
    between: all at once would not fit the registers. */
-template <int VOCABULARY, typename F, typename... VECTORS> INLINE void each_of(F f, VECTORS &...vectors)
+template <int MODE, typename F, typename... VECTORS> INLINE void each_of(F f, VECTORS &...vectors)
 {
-    enum { PARTS = VOCABULARY == APART ? 1 : 2 };
+    enum { PARTS = MODE == FAST ? 1 : 2 };
 #pragma unroll 1
     for (int part = 0; part < PARTS; part++) {
 #pragma unroll
         for (int k = 0; k < WIDTH / PARTS; k++)
             f(k);
         if (PARTS == 2)
-            (exchange_halves(vectors), ...);
+            (swap_halves(vectors), ...);
     }
 }
 
-/* A logit as log_part takes it, of a row whose norm is in the exponent: -inf has an exponent too. */
-INLINE float bounded_logit(float x, float top, float scale)
+/* A logit as log_fraction takes it, of a row whose log-sum-exp is in the exponent: -inf has an exponent too. */
+INLINE float floor_logit(float x, float max, float inv_temperature)
 {
-    return HAS_LOG_PART && IS_NARROW ? fmaxf(x, (top + NO_MASS) / binary(scale)) : x;
+    return HAS_LOG_FRACTION && IS_16_BIT ? fmaxf(x, (max + NO_MASS_EXPONENT) / base_2(inv_temperature)) : x;
 }
 
-template <int VOCABULARY> INLINE Element element(const Arguments &a, float x, float y, const Row &row)
+template <int MODE> INLINE Element element(const Arguments &a, float x, float y, const Row &row)
 {
-#if HAS_APART
-    if (VOCABULARY == APART)
-        return apart_element(x, y, row, a.parameters);
-    if (VOCABULARY == CLOSE)
-        return close_element(x, y, row, a.parameters);
+#if HAS_FAST
+    if (MODE == FAST)
+        return fast_element(x, y, row, a.parameters);
+    if (MODE == STABLE)
+        return stable_element(x, y, row, a.parameters);
 #endif
-    return k_element(x, y, row, a.parameters);
+    return safe_element(x, y, row, a.parameters);
 }
 
-template <int VOCABULARY> INLINE void add(Sums &sums, const Element &e)
+template <int MODE> INLINE void add(Sums &sums, const Element &e)
 {
     sums.term += e.term;
     sums.d_log_p += e.d_log_p;
     sums.d_log_q += e.d_log_q;
-    if (VOCABULARY == CLOSE)
-        sums.excess += e.excess;
+    if (MODE == STABLE)
+        sums.q_minus_p += e.q_minus_p;
 }
 
-/* Of this thread's elements; where they are not apart */
-template <int VOCABULARY>
-INLINE Sums own_sums(const Share &share, Ring &ring, const Team &team, const Survey &survey)
+/* Of this thread's elements; where the row is not fast */
+template <int MODE>
+INLINE Sums thread_sums(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats)
 {
-    const Arguments &a = share.a;
+    const Arguments &a = slice.a;
     Sums sums;
-    const Row row = row_of<VOCABULARY>(a, survey, sums);
+    const Row row = row_constants<MODE>(a, stats, sums);
     const auto take = [&](float x, float y) {
-        add<VOCABULARY>(sums, element<VOCABULARY>(a, input_of(a, x), target_of(a, y), row));
+        add<MODE>(sums, element<MODE>(a, input_of(a, x), target_of(a, y), row));
     };
-    if (VOCABULARY == GUARDED) {
-        each_element<false>(share, ring, team, [&](float x, float y, int) { take(x, y); });
+    if (MODE == SAFE) {
+        each_element<false>(slice, pipeline, group, [&](float x, float y, int) { take(x, y); });
     } else {
-        each_vector<false, false, false>(share, ring, team, [&](Packed<X> x, Packed<Y> y, long long, int) {
-            each_of<VOCABULARY>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
+        each_vector<false, false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int) {
+            each_of<MODE>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
         });
-        each_end(share, team, [&](int i) { take(to_real(share.x()[i]), to_real(share.y()[i])); });
+        each_edge(slice, group, [&](int i) { take(to_real(slice.x()[i]), to_real(slice.y()[i])); });
     }
     return sums;
+}
+
 }

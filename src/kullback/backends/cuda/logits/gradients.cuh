@@ -1,47 +1,56 @@
 /* A row's gradients, written element by element. */
+#pragma once
+
+#include "cuda/logits/fast.cuh"
+
+namespace kullback {
 
 /* What is upstream of a row's logits */
-struct Upstream {
+struct GradOut {
     float input, target;
 
-    INLINE Upstream(const Arguments &a, float loss)
-        : input(INPUT_IS_LOGITS ? loss * a.input_scale : loss), target(TARGET_IS_LOGITS ? loss * a.target_scale : loss) {}
+    INLINE GradOut(const Arguments &a, float loss)
+        : input(INPUT_IS_LOGITS ? loss * a.input_inv_temperature : loss),
+          target(TARGET_IS_LOGITS ? loss * a.target_inv_temperature : loss)
+    {
+    }
 };
 
-template <int VOCABULARY>
-INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, Upstream upstream, X &input, Y &target)
+template <int MODE>
+INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, X &input, Y &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
-    if (VOCABULARY == APART) {
-        q = bounded_logit(q, row.input_top, a.input_scale);
-        p = bounded_logit(p, row.target_top, a.target_scale);
+    if (MODE == FAST) {
+        q = floor_logit(q, row.input_max, a.input_inv_temperature);
+        p = floor_logit(p, row.target_max, a.target_inv_temperature);
     }
-    const Element e = element<VOCABULARY>(a, q, p, row);
-    input = rounded<X>(e.input * (INPUT_IS_CAPPED ? upstream.input * cap_slope(q, a.input_cap) : upstream.input));
-    target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? upstream.target * cap_slope(p, a.target_cap) : upstream.target));
+    const Element e = element<MODE>(a, q, p, row);
+    input = rounded<X>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
+    target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
 }
 
-INLINE void write_element(const Share &share, X input, Y target, int i)
+INLINE void write_element(const Slice &slice, X input, Y target, int i)
 {
     if (WANT_INPUT)
-        share.input_gradient()[i] = input;
+        slice.d_input()[i] = input;
     if (WANT_TARGET)
-        share.target_gradient()[i] = target;
+        slice.d_target()[i] = target;
 }
 
 /* Where the row's vectors of gradients begin; in registers where these are to be had */
-struct Places {
+struct GradientVectors {
     X *input;
     Y *target;
 
-    INLINE Places(const Share &share)
-        : input(WANT_INPUT ? share.input_gradient() + share.head : 0), target(WANT_TARGET ? share.target_gradient() + share.head : 0)
+    INLINE GradientVectors(const Slice &slice)
+        : input(WANT_INPUT ? slice.d_input() + slice.head : 0), target(WANT_TARGET ? slice.d_target() + slice.head : 0)
     {
         if (RESIDENT && WANT_INPUT)
-            input = found_here(input);
+            input = opaque(input);
         if (RESIDENT && WANT_TARGET)
-            target = found_here(target);
+            target = opaque(target);
     }
+    /* before: bytes of x's vectors */
     INLINE void write(const Packed<X> &input_vector, const Packed<Y> &target_vector, long long before) const
     {
         if (WANT_INPUT)
@@ -51,43 +60,45 @@ struct Places {
     }
 };
 
-template <int VOCABULARY>
-INLINE void write_gradients(const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                            float expected, Upstream upstream)
+template <int MODE>
+INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
+                            const Sums &sums, float predicted, GradOut grad_out)
 {
-    const Arguments &a = share.a;
-    const Row row = row_of<VOCABULARY>(a, survey, sums);
+    const Arguments &a = slice.a;
+    const Row row = row_constants<MODE>(a, stats, sums);
     const auto one = [&](float x, float y, int i, const Row &row) {
         X input;
         Y target;
-        differentiate<VOCABULARY>(a, x, y, row, upstream, input, target);
-        write_element(share, input, target, i);
+        differentiate<MODE>(a, x, y, row, grad_out, input, target);
+        write_element(slice, input, target, i);
     };
-    if (VOCABULARY == GUARDED) {
-        each_element<true>(share, ring, team, [&](float x, float y, int i) { one(x, y, i, row); });
+    if (MODE == SAFE) {
+        each_element<true>(slice, pipeline, group, [&](float x, float y, int i) { one(x, y, i, row); });
         return;
     }
-    const Places places(share);
-    each_vector<false, true, VOCABULARY == APART>(share, ring, team, [&](Packed<X> x, Packed<Y> y, long long before, int) {
+    const GradientVectors vectors(slice);
+    each_vector<false, true, MODE == FAST>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
         Packed<X> input;
         Packed<Y> target;
-#if KEEPS_SLOPES
-        if (VOCABULARY == APART) {
-            const Affinity common = apart_affinity(row, found_here(a.parameters));
-            const float of_slope = upstream.input * common.factor_q;
-            const float less = upstream.input * (common.factor_q * expected + common.offset_q - row.input_sum_gradient);
+#if CACHES_SLOPES
+        if (MODE == FAST) {
+            const Coefficients common = fast_coefficients(row, opaque(a.parameters));
+            const float of_slope = grad_out.input * common.factor_q;
+            const float less = grad_out.input * (common.factor_q * predicted + common.offset_q - row.input_grad_sum);
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
-                input.element[k] = rounded<X>(flushed_product(at(x, k), fmaf(kept_slope(y, k), of_slope, less)));
+                input.element[k] = rounded<X>(mul_ftz(at(x, k), fmaf(cached_slope(y, k), of_slope, less)));
         } else
 #endif
-            each_of<VOCABULARY>([&](int k) {
-                differentiate<VOCABULARY>(a, at(x, k), at(y, k), row, upstream, input.element[k], target.element[k]);
+            each_of<MODE>([&](int k) {
+                differentiate<MODE>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
             }, x, y, input, target);
-        places.write(input, target, before);
+        vectors.write(input, target, before);
     });
-    if (share.body < (int)a.vocab) { /* where slopes are kept, nothing else wants all of the row's constants */
-        const Row at_end = KEEPS_SLOPES ? row_of<VOCABULARY>(a, found_here(survey), sums) : row;
-        each_end(share, team, [&](int i) { one(to_real(share.x()[i]), to_real(share.y()[i]), i, at_end); });
+    if (slice.body < (int)a.vocab) { /* where slopes are cached, nothing else wants all of the row's constants */
+        const Row at_edge = CACHES_SLOPES ? row_constants<MODE>(a, opaque(stats), sums) : row;
+        each_edge(slice, group, [&](int i) { one(to_real(slice.x()[i]), to_real(slice.y()[i]), i, at_edge); });
     }
+}
+
 }

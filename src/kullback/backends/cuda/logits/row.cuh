@@ -1,252 +1,333 @@
-/* One row: which vocabulary serves it, its loss, its state, its gradients. */
+/* One row: which mode serves it, and what is found of it: loss, state, statistics, sums, gradients.
 
-__shared__ double results[GROUPS]; /* each of its group's first thread */
+   A row is normalised, and summed in the fast mode where its kind and what is foreseen allow. A sum that is too small
+   (the row is close) is found again in the stable mode, by power series where most elements are near; one that is no number,
+   in the safe mode. Gradients are written in the mode of the sums. */
+#pragma once
 
-INLINE double weight_of(const Arguments &a, unsigned r) { return a.weights ? (double)a.weights[r] : 1; }
+#include "cuda/logits/series.cuh"
 
-template <int VOCABULARY>
-INLINE Sums summed(const Share &share, Ring &ring, Team &team, const Survey &survey)
-{
-#if HAS_SERIES
-    if (VOCABULARY == CLOSE) {
-        const Near near(share.a, found_here(survey));
-        const Sums sums = near.serves(share, ring, team)
-            ? own_sums_in_powers(share, ring, team, near, survey)
-            : own_sums<CLOSE>(share, ring, team, survey);
-        return exchanged(share.a, ring, team, sums);
-    }
-#endif
-    return exchanged(share.a, ring, team, own_sums<VOCABULARY>(share, ring, team, survey));
-}
+namespace kullback {
 
-INLINE void write_close_gradients(const Share &share, Ring &ring, const Team &team, const Survey &survey, const Sums &sums,
-                                  Upstream upstream)
-{
-#if HAS_SERIES
-    const Near near(share.a, found_here(survey));
-    if (near.serves(share, ring, team)) {
-        write_gradients_in_powers(share, ring, team, near, survey, sums, upstream);
-        return;
-    }
-#endif
-    write_gradients<CLOSE>(share, ring, team, survey, sums, 0, upstream);
-}
+/* Of a row whose sum is below this, distributions count as close: 6e-8, which an element's term may be wrong by, would be more
+   than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
+#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
+
+SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
 
 /* What is found of a row before its gradients are written */
 struct Found {
-    Survey survey;
+    RowStats stats;
     Sums sums;
-    int vocabulary = GUARDED;
-    float expected = 0; /* of slopes that are kept */
+    int mode = SAFE;
+    float predicted = 0; /* slope, less which slopes are cached */
 };
 
-INLINE bool is_number(const Sums &sums)
+INLINE bool is_finite(const Sums &sums)
 {
-    return fabsf(sums.term) < MOST && fabsf(sums.d_log_p) < MOST && fabsf(sums.d_log_q) < MOST;
+    return fabsf(sums.term) < MAX_SUM && fabsf(sums.d_log_p) < MAX_SUM && fabsf(sums.d_log_q) < MAX_SUM;
 }
 
-INLINE bool are_apart(const Sums &sums) /* what is left of 1 - overlap is in both partial derivatives */
+INLINE bool is_well_conditioned(const Sums &sums) /* what is left of 1 - Σ p^a q^(1-a) is in both partial derivatives */
 {
-    const float least = HAS_OVERLAP ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
-    return agreed(least > LEAST_APART && is_number(sums));
+    const float least = HAS_CHERNOFF ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
+    return warp_all(least > MIN_FAST_SUM && is_finite(sums));
 }
+
+template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+{
+#if HAS_SERIES
+    if (MODE == STABLE) {
+        const Series series(slice.a, opaque(stats));
+        const Sums sums = series.serves(slice, pipeline, group)
+            ? thread_sums_by_series(slice, pipeline, group, series, stats)
+            : thread_sums<STABLE>(slice, pipeline, group, stats);
+        return all_reduced(slice.a, pipeline, group, sums);
+    }
+#endif
+    return all_reduced(slice.a, pipeline, group, thread_sums<MODE>(slice, pipeline, group, stats));
+}
+
+INLINE void write_stable_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
+                                   const Sums &sums, GradOut grad_out)
+{
+#if HAS_SERIES
+    const Series series(slice.a, opaque(stats));
+    if (series.serves(slice, pipeline, group)) {
+        write_gradients_by_series(slice, pipeline, group, series, stats, sums, grad_out);
+        return;
+    }
+#endif
+    write_gradients<STABLE>(slice, pipeline, group, stats, sums, 0, grad_out);
+}
+
+#if HAS_NORMALISERS
+/* From a log-sum-exp: the number next to it that logits can hold, and Σ exp against that */
+INLINE void set_softmax(double lse, float inv_temperature, float &max, float &sum_exp)
+{
+    max = (float)(lse / (double)inv_temperature);
+    const double rest = lse - (double)max * (double)inv_temperature;
+    sum_exp = (float)(exp(rest) / exp2(scaling_error(max, inv_temperature)));
+}
+
+INLINE RowStats known_stats(const Arguments &a, unsigned r, int input_lse, int target_lse)
+{
+    RowStats stats;
+    if (INPUT_IS_LOGITS)
+        set_softmax(known(a, input_lse, r), a.input_inv_temperature, stats.x_max, stats.x_sum_exp);
+    if (TARGET_IS_LOGITS)
+        set_softmax(known(a, target_lse, r), a.target_inv_temperature, stats.y_max, stats.y_sum_exp);
+    stats.in_range = true;
+    return stats;
+}
+#endif
 
 #if KNOWN
-/* What `save` wrote */
-INLINE Found find(const Share &share, Ring &, Team &)
+INLINE Found sum_row(const Slice &slice, Pipeline &, RowGroup &)
 {
-    const Arguments &a = share.a;
+    const Arguments &a = slice.a;
     Found found;
-    Survey &survey = found.survey;
-    const double *known = a.known_state + share.row;
-    survey.x_top = (float)(known[0] / (double)a.input_scale);
-    survey.x_total = (float)fabs(known[a.rows]);
-    survey.y_top = (float)(known[2ll * a.rows] / (double)a.target_scale);
-    survey.y_total = (float)known[3ll * a.rows];
-    found.sums = { (float)known[4ll * a.rows], (float)known[5ll * a.rows], (float)known[6ll * a.rows] };
-    if (HAS_APART && known[a.rows] > 0) {
-        found.vocabulary = has_one_scale(a) && are_apart(found.sums) ? APART : CLOSE;
-        /* to the bit what the sums were found with */
-        survey.x_total = (float)(known[a.rows] / exp2(rounding_of(survey.x_top, a.input_scale)));
-        survey.y_total = (float)(known[3ll * a.rows] / exp2(rounding_of(survey.y_top, a.target_scale)));
-    }
-    survey.is_usual = found.vocabulary != GUARDED;
-    if (found.vocabulary == CLOSE)
-        survey.correction = SEEKS_ONE_WORD && known[a.rows] == known[3ll * a.rows]
-            ? K_INFINITY
-            : (float)(known[2ll * a.rows] - known[0] + log_quotient_of(known[3ll * a.rows], known[a.rows]) - shift_of(a, survey));
+    found.stats = known_stats(a, slice.row, STATE_INPUT_LSE, STATE_TARGET_LSE);
+    found.stats.log_z_diff = known(a, STATE_LOG_Z_DIFF, slice.row);
+    found.sums.d_log_p = (float)known(a, STATE_D_LOG_P, slice.row);
+    found.sums.d_log_q = (float)known(a, STATE_D_LOG_Q, slice.row);
+    found.mode = HAS_FAST ? (int)known(a, STATE_MODE, slice.row) : SAFE;
+    return found;
+}
+#elif VERB == VERB_ACCUMULATE
+INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
+{
+    const Arguments &a = slice.a;
+    Found found;
+    found.stats = known_stats(a, slice.row, STATS_INPUT_LSE, STATS_TARGET_LSE);
+    found.stats.log_z_diff = known(a, STATS_TARGET_LSE, slice.row) - known(a, STATS_INPUT_LSE, slice.row);
+#if HAS_FAST
+    found.sums = row_sums<STABLE>(slice, pipeline, group, found.stats);
+    if (warp_all(is_finite(found.sums)))
+        found.mode = STABLE;
+#endif
+    if (found.mode == SAFE)
+        found.sums = row_sums<SAFE>(slice, pipeline, group, found.stats);
     return found;
 }
 #else
-#if IS_SURVEYED
-INLINE void sum_apart(const Share &share, Ring &, Team &, Found &found)
+#if SUMS_FROM_MOMENTS
+INLINE void sum_fast(const Slice &slice, Pipeline &, RowGroup &, Found &found)
 {
-    const Arguments &a = share.a;
-    const Survey &survey = found.survey;
-    const float x_inverse = 1 / survey.x_total, y_inverse = 1 / survey.y_total;
-    const float shift = log2f(survey.x_total * y_inverse);
-    /* 1 - overlap is to keep its digits */
-    const float overlap_norm = a.exponent == 0.5f ? sqrtf(survey.x_total / survey.y_total) : power_of_2(a.exponent * shift);
-    const float *moments = survey.moments;
-    const Element whole = of_moments(HAS_CROSS_P ? y_inverse * (moments[CROSS_P] + survey.y_total * shift) * LN2 : 0,
-                                     HAS_CROSS_Q ? x_inverse * (moments[CROSS_Q] + survey.x_total * shift) * LN2 : 0,
-                                     HAS_OVERLAP ? moments[OVERLAP] / survey.x_total * overlap_norm : 0, a.parameters);
+    const Arguments &a = slice.a;
+    const RowStats &stats = found.stats;
+    const float x_inverse = 1 / stats.x_sum_exp, y_inverse = 1 / stats.y_sum_exp;
+    const float shift = log2f(stats.x_sum_exp * y_inverse);
+    /* 1 - Σ p^a q^(1-a) is to keep its digits */
+    const float norm = a.exponent == 0.5f ? sqrtf(stats.x_sum_exp / stats.y_sum_exp) : ex2(a.exponent * shift);
+    const float *moments = stats.moments;
+    const Element whole = from_moments(HAS_P_LOG_RATIO ? y_inverse * (moments[P_LOG_RATIO] + stats.y_sum_exp * shift) * LN2 : 0,
+                                       HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
+                                       HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
-    if (are_apart(found.sums))
-        found.vocabulary = has_one_scale(a) ? APART : CLOSE;
+    if (is_well_conditioned(found.sums))
+        found.mode = has_one_temperature(a) ? FAST : STABLE;
 }
-#elif HAS_APART
-INLINE void sum_apart(const Share &share, Ring &ring, Team &team, Found &found)
+#elif HAS_FAST_SUM
+INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
-    const Arguments &a = share.a;
-    /* To leading order the kind is 2·c₂ of the divergence that the mean is; jensen_shannon is never more than 2.8·c₂ of
-       it, so that exchanging p and q changes no row's vocabulary. */
-    const Ratios ratios = foretold(share, ring, team, found.survey);
-    const bool seems_close = IS_FORETOLD && -3 * LN2 * term_factor(a, 2) * ratios.mean < LEAST_APART && term_factor(a, 2) != 0;
-    if (!has_one_scale(a) || seems_close)
+    const Arguments &a = slice.a;
+    /* To leading order the kind is 2·c₂ of the KL(q‖p) that the mean is; its factor says how much more it may be. */
+    const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
+    const bool seems_close = FORESEES_CLOSE
+        && -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean < MIN_FAST_SUM && term_factor(a, 2) != 0;
+    if (!has_one_temperature(a) || seems_close)
         return;
-    if (KEEPS_SLOPES && IS_FORETOLD)
-        found.expected = expected_slope(a, ratios, row_of<APART>(a, found.survey, {}));
-    found.sums = is_finite(found.survey)
-        ? summed_by_slopes<true>(share, ring, team, found.survey, found.expected)
-        : summed_by_slopes<false>(share, ring, team, found.survey, found.expected);
-    if (are_apart(found.sums))
-        found.vocabulary = APART;
+    if (CACHES_SLOPES && FORESEES_CLOSE)
+        found.predicted = predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {}));
+    found.sums = has_finite_exponents(found.stats)
+        ? sum_by_slopes<true>(slice, pipeline, group, found.stats, found.predicted)
+        : sum_by_slopes<false>(slice, pipeline, group, found.stats, found.predicted);
+    if (is_well_conditioned(found.sums))
+        found.mode = FAST;
     else
-        restore(share, ring, team);
+        reload_row(slice, pipeline, group);
 }
+#else
+INLINE void sum_fast(const Slice &, Pipeline &, RowGroup &, Found &) {}
 #endif
 
-#if HAS_APART
-/* Of a loss of M·r², of words that have M of the row, a word's excess of 3e-6·r·√M would hide what the gradient has, M·r */
-INLINE bool seems_one_word(const Sums &sums) { return sums.excess * sums.excess > 1e-11f * fabsf(sums.term) && is_number(sums); }
-
-/* Whether one word has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
-   the norms are taken to differ as the word's logits do, so that its log-ratio is 0, not a rounding that is more than that. */
-INLINE bool aligned_at_one_word(const Share &share, Ring &ring, Team &team, Survey &survey)
+#if HAS_FAST
+/* A row that one token has, but for M: of a loss of M·r² an excess of 3e-6·r·√M would hide what the gradient has, M·r. */
+INLINE bool seems_peaked(const Sums &sums)
 {
-    const Arguments &a = share.a;
-    const Tops tops = found_tops(share, ring, team);
-    const auto measured_by = [](float highest, float top, float total, float scale) {
-        return total * power_of_2(product(top, binary(scale)) - product(highest, binary(scale)));
+    return sums.q_minus_p * sums.q_minus_p > 1e-11f * fabsf(sums.term) && is_finite(sums);
+}
+
+/* Whether one token has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
+   log-sum-exps are taken to differ as the token's logits do, so that its log-ratio is 0, not a rounding that is more than
+   that. */
+INLINE bool align_at_peak(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    const RowMax row_max = exact_max(slice, pipeline, group);
+    const auto against = [](float highest, float max, float sum_exp, float inv_temperature) {
+        return sum_exp * ex2(mul_rn(max, base_2(inv_temperature)) - mul_rn(highest, base_2(inv_temperature)));
     };
-    const auto is_all = [](float highest, float total, float scale) {
-        return fabsf(total + (float)rounding_of(highest, scale) * LN2 - 1) < 1e-6f;
+    const auto is_one = [](float highest, float sum_exp, float inv_temperature) {
+        return fabsf(sum_exp + (float)scaling_error(highest, inv_temperature) * LN2 - 1) < 1e-6f;
     };
-    const float x_total = measured_by(tops.x, survey.x_top, survey.x_total, a.input_scale);
-    const float y_total = measured_by(tops.y, survey.y_top, survey.y_total, a.target_scale);
-    if (!agreed(is_all(tops.x, x_total, a.input_scale) && is_all(tops.y, y_total, a.target_scale)))
+    const float x_sum_exp = against(row_max.x, stats.x_max, stats.x_sum_exp, a.input_inv_temperature);
+    const float y_sum_exp = against(row_max.y, stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
+    if (!warp_all(is_one(row_max.x, x_sum_exp, a.input_inv_temperature)
+                  && is_one(row_max.y, y_sum_exp, a.target_inv_temperature)))
         return false;
-    survey.x_top = tops.x;
-    survey.y_top = tops.y;
-    survey.x_total = x_total;
-    survey.y_total = y_total;
-    survey.correction = K_INFINITY;
+    stats.x_max = row_max.x;
+    stats.y_max = row_max.y;
+    stats.x_sum_exp = x_sum_exp;
+    stats.y_sum_exp = y_sum_exp;
+    stats.correction = REAL_INFINITY;
     return true;
 }
 
-INLINE void sum_close(const Share &share, Ring &ring, Team &team, Found &found)
+INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
-    /* The floats' shift is wrong by the excess. Smooth kinds have its square, and seldom too much of it; total_variation
-       has it as it is. */
+    /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
+       much of it; total_variation has it as it is. */
 #pragma unroll 1
     for (bool again = true; again;) {
-        found.sums = summed<CLOSE>(share, ring, team, found.survey);
-        again = SEEKS_ONE_WORD && found.survey.correction == 0 && agreed(seems_one_word(found.sums))
-            && aligned_at_one_word(share, ring, team, found.survey);
+        found.sums = row_sums<STABLE>(slice, pipeline, group, found.stats);
+        again = HANDLES_PEAKED && found.stats.correction == 0 && warp_all(seems_peaked(found.sums))
+            && align_at_peak(slice, pipeline, group, found.stats);
         if (again)
             continue;
-        const float wrong = fabsf(found.sums.excess) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
-        again = found.survey.correction == 0 && agreed(wrong > 1e-6f * fabsf(found.sums.term) && is_number(found.sums));
+        const float wrong = fabsf(found.sums.q_minus_p) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
+        again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
         if (again)
-            found.survey.correction = -found.sums.excess;
+            found.stats.correction = -found.sums.q_minus_p;
     }
-    found.vocabulary = agreed(is_number(found.sums)) ? CLOSE : GUARDED;
+    found.mode = warp_all(is_finite(found.sums)) ? STABLE : SAFE;
 }
 #endif
 
-INLINE Found find(const Share &share, Ring &ring, Team &team)
+INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     Found found;
-    found.survey.is_usual = normalize(share, ring, team, found.survey);
-#if HAS_APART
-    if (found.survey.is_usual) {
-        sum_apart(share, ring, team, found);
-        if (found.vocabulary == GUARDED && agreed(is_number(found.sums)))
-            sum_close(share, ring, team, found);
+    found.stats.in_range = normalise(slice, pipeline, group, found.stats);
+    if (VERB == VERB_STATISTICS && !SUMS_FROM_MOMENTS)
+        return found;
+#if HAS_FAST
+    if (found.stats.in_range) {
+        sum_fast(slice, pipeline, group, found);
+        if (found.mode == SAFE && warp_all(is_finite(found.sums)))
+            sum_stable(slice, pipeline, group, found);
     }
 #endif
-    if (found.vocabulary == GUARDED)
-        found.sums = summed<GUARDED>(share, ring, team, found.survey);
+    if (found.mode == SAFE)
+        found.sums = row_sums<SAFE>(slice, pipeline, group, found.stats);
     return found;
 }
 #endif
 
-/* For a backward pass, which is to find the same masses to the bit */
-INLINE void save(const Arguments &a, unsigned r, const Found &found)
+INLINE double lse_of(float max, float sum_exp, float inv_temperature, bool in_range)
 {
-    const Survey &survey = found.survey;
-    const double x_top = (double)survey.x_top * (double)a.input_scale, y_top = (double)survey.y_top * (double)a.target_scale;
-    double x_total = survey.x_total * (survey.is_usual ? exp2(rounding_of(survey.x_top, a.input_scale)) : 1);
-    double y_total = survey.y_total * (survey.is_usual ? exp2(rounding_of(survey.y_top, a.target_scale)) : 1);
-    if (SEEKS_ONE_WORD && found.vocabulary == CLOSE && survey.correction == K_INFINITY) {
-        x_total = y_total = sqrt(x_total * y_total); /* equal: so that backward knows */
-    } else if (found.vocabulary == CLOSE) { /* half each: so that their quotient is the shift that was used, whichever is which */
-        const double half = 0.5 * (shift_of(a, survey) - (y_top - x_top) - log_quotient_of(y_total, x_total));
-        x_total *= exp(-half);
-        y_total *= exp(half);
-    }
-    a.state[r] = x_top;
-    /* Backward is to take guards where forward did; of the other vocabularies it finds its own. */
-    a.state[a.rows + r] = HAS_APART && found.vocabulary == GUARDED ? -x_total : x_total;
-    a.state[2ll * a.rows + r] = y_top;
-    a.state[3ll * a.rows + r] = y_total;
-    a.state[4ll * a.rows + r] = found.sums.term;
-    a.state[5ll * a.rows + r] = found.sums.d_log_p;
-    a.state[6ll * a.rows + r] = found.sums.d_log_q;
+    if (max == -REAL_INFINITY)
+        return max; /* of a piece without mass */
+    const double error = in_range ? scaling_error(max, inv_temperature) * (double)LN2 : 0;
+    return (double)max * (double)inv_temperature + log((double)sum_exp) + error;
 }
 
-INLINE void one_row(const Arguments &a, Ring &ring, Team &team, unsigned r)
+INLINE double input_lse(const Arguments &a, const RowStats &stats)
 {
-    const Share share = share_of(a, r, own_rank());
-    const Found found = find(share, ring, team);
-    if (!WANT_GRADIENT && a.state && team.lane == 0 && own_rank() == 0) /* now, so that nothing of it is kept any longer */
-        save(a, r, found);
-    const Finish done = finish(found.sums.term, a.parameters);
+    return INPUT_IS_LOGITS ? lse_of(stats.x_max, stats.x_sum_exp, a.input_inv_temperature, stats.in_range) : 0;
+}
+INLINE double target_lse(const Arguments &a, const RowStats &stats)
+{
+    return TARGET_IS_LOGITS ? lse_of(stats.y_max, stats.y_sum_exp, a.target_inv_temperature, stats.in_range) : 0;
+}
+
+INLINE void keep_state(const Arguments &a, unsigned r, const Found &found, double d_loss)
+{
+    keep(a, STATE_INPUT_LSE, r, input_lse(a, found.stats));
+    keep(a, STATE_TARGET_LSE, r, target_lse(a, found.stats));
+    keep(a, STATE_LOG_Z_DIFF, r, HAS_FAST ? log_z_diff_of(a, found.stats) : 0);
+    keep(a, STATE_D_LOG_P, r, found.sums.d_log_p);
+    keep(a, STATE_D_LOG_Q, r, found.sums.d_log_q);
+    keep(a, STATE_D_LOSS, r, d_loss);
+    keep(a, STATE_MODE, r, found.mode);
+}
+
+/* What is known to be wrong with the difference of log-sum-exps is taken off, a half from each. */
+INLINE void keep_statistics(const Arguments &a, unsigned r, const Found &found)
+{
+    const double x = input_lse(a, found.stats), y = target_lse(a, found.stats);
+    const double half = SUMS_FROM_MOMENTS && found.mode == STABLE ? 0.5 * (log_z_diff_of(a, found.stats) - (y - x)) : 0;
+    keep(a, STATS_INPUT_LSE, r, x - half);
+    keep(a, STATS_TARGET_LSE, r, y + half);
+    keep(a, STATS_TERM, r, found.sums.term);
+    keep(a, STATS_D_LOG_P, r, found.sums.d_log_p);
+    keep(a, STATS_D_LOG_Q, r, found.sums.d_log_q);
+    keep(a, STATS_MODE, r, found.mode);
+}
+
+INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
+{
+    keep(a, SUMS_TERM, r, found.sums.term);
+    keep(a, SUMS_D_LOG_P, r, found.sums.d_log_p);
+    keep(a, SUMS_D_LOG_Q, r, found.sums.d_log_q);
+    keep(a, SUMS_Q_MINUS_P, r, found.sums.q_minus_p);
+    keep(a, SUMS_MODE, r, found.mode);
+}
+
+INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
+{
+    const Slice slice = slice_of(a, r, cta_rank());
+    const Found found = sum_row(slice, pipeline, group);
+#if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE
+    if (group.thread == 0 && cta_rank() == 0) {
+        if (VERB == VERB_STATISTICS)
+            keep_statistics(a, r, found);
+        else
+            keep_sums(a, r, found);
+    }
+    release_row(slice, pipeline, group);
+#else
+    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, a.parameters);
+    if (!WANT_GRADIENT && a.found && group.thread == 0 && cta_rank() == 0) /* now, so that nothing of it is kept any longer */
+        keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
-    if (team.lane == 0 && own_rank() == 0) {
+    if (!KNOWN && group.thread == 0 && cta_rank() == 0) {
         const double loss = weight * done.loss;
-        results[threadIdx.x / LANES] += loss; /* the group, found again: so no register holds it */
-        if (a.losses)
-            a.losses[r] = rounded<LOSS>((real)loss);
+        group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
+        if (a.loss)
+            a.loss[r] = rounded<LOSS>((real)loss);
     }
     if (WANT_GRADIENT) {
-        const Upstream upstream(a, (float)(weight * a.scale * done.slope));
-        if (found.vocabulary == APART)
-            write_gradients<APART>(share, ring, team, found.survey, found.sums, found.expected, upstream);
-        else if (found.vocabulary == CLOSE)
-            write_close_gradients(share, ring, team, found.survey, found.sums, upstream);
+        const GradOut grad_out(a, (float)(weight * a.scale * done.derivative));
+        if (found.mode == FAST)
+            write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);
+        else if (found.mode == STABLE)
+            write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         else
-            write_gradients<GUARDED>(share, ring, team, found.survey, found.sums, 0, upstream);
+            write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);
     } else {
-        release_row(share, ring, team);
+        release_row(slice, pipeline, group);
     }
+#endif
 }
 
 /* A row of weight 0 is not read: garbage in it cannot leak. */
-INLINE void clear(const Arguments &a, const Team &team, unsigned r)
+INLINE void clear_row(const Arguments &a, const RowGroup &group, unsigned r)
 {
-    for (unsigned i = own_rank() * LANES + team.lane; i < a.vocab; i += team.size * LANES) {
+    for (unsigned i = cta_rank() * THREADS_PER_ROW + group.thread; i < a.vocab; i += group.cluster * THREADS_PER_ROW) {
         if (WANT_INPUT)
-            a.input_gradient[r * a.input_gradient_stride + i] = rounded<X>(0);
+            a.d_input[r * a.d_input_stride + i] = rounded<X>(0);
         if (WANT_TARGET)
-            a.target_gradient[r * a.target_gradient_stride + i] = rounded<Y>(0);
+            a.d_target[r * a.d_target_stride + i] = rounded<Y>(0);
     }
-    if (team.lane == 0 && own_rank() == 0) {
-        if (a.losses)
-            a.losses[r] = rounded<LOSS>(0);
-        if (a.state)
-            for (int k = 0; k < 7; k++)
-                a.state[(long long)k * a.rows + r] = 0;
+    if (group.thread == 0 && cta_rank() == 0) {
+        if (a.loss)
+            a.loss[r] = rounded<LOSS>(0);
+        const int fields = VERB == VERB_STATISTICS ? (int)STATS_FIELDS : VERB == VERB_ACCUMULATE ? (int)SUMS_FIELDS : (int)STATE_FIELDS;
+        if (a.found)
+            for (int field = 0; field < fields; field++)
+                keep(a, field, r, 0);
     }
+}
+
 }

@@ -1,0 +1,139 @@
+/* A row at a few of its elements, its ids, and all others in one (the tail); and the gradient back from there.
+   Macros: X (element type), LOAD_X, STORE_X, IS_LOGITS, IS_PROBS, IS_CAPPED. Ids are distinct, or -1. */
+
+#include <stdlib.h>
+
+#define NOINLINE __attribute__((noinline))
+
+enum { SPAN = 256 };
+
+typedef struct {
+    const X *x;
+    const int64_t *ids;     /* [rows, k] */
+    real *gathered;         /* [rows, width]: k, and with a tail one more */
+    const real *d_gathered; /* [rows, width] */
+    X *d_input;             /* may be x */
+    int64_t rows, vocab, k, width, x_stride, d_input_stride;
+    double temperature, softcap;
+    int32_t threads;
+} Arguments;
+
+/* An element as it counts */
+INLINE real counted(X x, real inv_temperature, real softcap)
+{
+    const real value = LOAD_X(x);
+    (void)softcap;
+    return IS_LOGITS ? (IS_CAPPED ? softcapped(value, softcap) : value) * inv_temperature : value;
+}
+
+/* d counted / dx, from what it counts as */
+INLINE real counted_grad(real value, real inv_temperature, real softcap)
+{
+    (void)softcap;
+    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value / inv_temperature, softcap) : (real)1) * inv_temperature : (real)1;
+}
+
+#define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
+
+NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n, real inv_temperature, real softcap)
+{
+    double total = 0;
+    real top = -(real)INFINITY, poison = 0; /* a maximum drops NaN; a sum of zeros does not */
+    if (!IS_PROBS) {
+#pragma omp simd reduction(max: top) reduction(+: poison)
+        for (int64_t i = 0; i < n; i++) {
+            const real value = mark[i] ? NOTHING : counted(x[i], inv_temperature, softcap);
+            top = value > top ? value : top;
+            poison += value == value ? (real)0 : value;
+        }
+        if (!(poison == 0) || safe_abs(top) == (real)INFINITY)
+            return (double)top + (double)poison;
+    }
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++) {
+            const real value = mark[i] ? NOTHING : counted(x[i], inv_temperature, softcap);
+            part += IS_PROBS ? value : safe_exp(value - top);
+        }
+        total += part;
+    }
+    return IS_PROBS ? total : (double)top + log(total);
+}
+
+NOINLINE static void scatter_tail(const X *x, X *out, const unsigned char *mark, int64_t n, real inv_temperature,
+                                  real softcap, real tail, real d_tail)
+{
+    const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const real value = counted(x[i], inv_temperature, softcap);
+        const real part
+            = IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, inv_temperature, softcap));
+        out[i] = STORE_X(mark[i] ? (real)0 : part);
+    }
+}
+
+static void set_marks(unsigned char *mark, const int64_t *ids, int64_t k, unsigned char to)
+{
+    for (int64_t j = 0; j < k; j++)
+        if (ids[j] >= 0)
+            mark[ids[j]] = to;
+}
+
+void kullback_gather(const Arguments *a)
+{
+    const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
+    const int has_tail = a->width > a->k;
+#pragma omp parallel num_threads(a->threads)
+    {
+        unsigned char *mark = has_tail ? calloc((size_t)a->vocab, 1) : NULL;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a->rows; row++) {
+            const X *x = a->x + row * a->x_stride;
+            const int64_t *ids = a->ids + row * a->k;
+            real *gathered = a->gathered + row * a->width;
+            for (int64_t j = 0; j < a->k; j++)
+                gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], inv_temperature, softcap);
+            if (has_tail) {
+                set_marks(mark, ids, a->k, 1);
+                gathered[a->k] = (real)tail_of(x, mark, a->vocab, inv_temperature, softcap);
+                set_marks(mark, ids, a->k, 0);
+            }
+        }
+        free(mark);
+    }
+}
+
+void kullback_scatter(const Arguments *a)
+{
+    const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
+    const int has_tail = a->width > a->k;
+#pragma omp parallel num_threads(a->threads)
+    {
+        unsigned char *mark = has_tail ? calloc((size_t)a->vocab, 1) : NULL;
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a->rows; row++) {
+            const X *x = a->x + row * a->x_stride;
+            X *out = a->d_input + row * a->d_input_stride;
+            const int64_t *ids = a->ids + row * a->k;
+            const real *gathered = a->gathered + row * a->width, *d_gathered = a->d_gathered + row * a->width;
+            const real tail = has_tail ? gathered[a->k] : (real)0;
+            const real d_tail = has_tail ? d_gathered[a->k] : (real)0;
+            if (d_tail == 0)
+                memset(out, 0, (size_t)a->vocab * sizeof(X));
+            else {
+                set_marks(mark, ids, a->k, 1);
+                scatter_tail(x, out, mark, a->vocab, inv_temperature, softcap, tail, d_tail);
+                set_marks(mark, ids, a->k, 0);
+            }
+            for (int64_t j = 0; j < a->k; j++)
+                if (ids[j] >= 0) {
+                    const real slope = counted_grad(gathered[j], inv_temperature, softcap);
+                    out[ids[j]] = STORE_X(d_gathered[j] == 0 ? (real)0 : d_gathered[j] * slope);
+                }
+        }
+        free(mark);
+    }
+}

@@ -1,0 +1,144 @@
+"""Kernels for rows whose elements stand alone: probabilities and log-probabilities."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from kullback.backends.arguments import parameters, table
+from kullback.backends.build import remember_failures
+from kullback.backends.cuda import plan
+from kullback.backends.cuda.launch import Launcher, workspace
+from kullback.backends.cuda.source import HERE, inlined, text
+from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
+from kullback.state import RowState
+from kullback.work import Rows, Verb
+
+Arguments = table(parameters(text(HERE / "literal.cuh"), "kullback_literal"))
+D_LOSS = RowState._fields.index("d_loss")
+
+
+class Variant(NamedTuple):
+    """All that the code of one kernel depends on, but its shape and the architecture."""
+
+    kind: str
+    form: str
+    target_form: str
+    x: torch.dtype
+    y: torch.dtype
+    weight: torch.dtype
+    loss: torch.dtype
+    verb: Verb
+    known: bool  # whether the rows' states are
+    has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
+    wants: tuple[bool, bool]
+
+
+def source(variant: Variant, shape: plan.Shape) -> str:
+    """The whole CUDA file."""
+    forms = variant.form, variant.target_form
+    macros: dict[str, int | str] = {
+        "REAL_IS_DOUBLE": torch.float64 in (variant.x, variant.y),
+        "X": TYPES[variant.x],
+        "Y": TYPES[variant.y],
+        "WEIGHT": TYPES[variant.weight],
+        "LOSS": TYPES[variant.loss],
+        "VERB": f"VERB_{variant.verb.upper()}",
+        "KNOWN": variant.known,
+        "WANT_SUM": variant.has_outputs,
+        "WANT_INPUT": variant.wants[0],
+        "WANT_TARGET": variant.wants[1],
+        **ranges(*forms),
+        **shape.macros,
+    }
+    functor = print_functor(variant.kind, *forms, ("safe_", "in_range_"))
+    printed = f'#include "cuda/math.cuh"\nnamespace kullback {{\n{print_layout()}{functor}}}\n'
+    return print_macros(macros) + inlined("cuda/literal.cuh", {"cuda/functor.cuh": printed})
+
+
+@functools.cache
+@remember_failures
+def _launcher(index: int, flat: bool, lanes: int, variant: Variant) -> tuple[Launcher, plan.Shape]:
+    shape = plan.shape(lanes, flat, variant.x, variant.y, sum(variant.wants))
+    return Launcher(source(variant, shape), "kullback_literal", index), shape
+
+
+def run(work: Rows) -> None:
+    problem, x, y, weight = work.problem, work.input, work.target, work.row_weight
+    if work.verb == "loss" and work.found is not None and problem.formula.finish_is_linear:
+        work.found.zero_()  # the same state for all rows: the kernel writes none
+        work.found[D_LOSS] = 1
+    rows, vocab = x.shape
+    flat = _is_flat(work)
+    is_known = work.verb == "gradient" and work.known is not None
+    if weight is not None:
+        weight = weight[:1] if flat else weight.contiguous()
+    if flat:
+        rows, vocab = 1, rows * vocab
+    index = x.get_device()
+    output = work.total if work.loss is None else work.loss
+    launcher, shape = _launcher(
+        index,
+        flat,
+        plan.THREADS if flat else plan.lanes(vocab),
+        Variant(
+            problem.kind,
+            problem.input.form,
+            problem.target.form,
+            x.dtype,
+            y.dtype,
+            torch.float64 if weight is None else weight.dtype,
+            torch.float32 if output is None else output.dtype,
+            work.verb,
+            is_known,
+            work.has_outputs,
+            work.wants,
+        ),
+    )
+    if flat:
+        blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
+    else:
+        blocks = -(-rows * shape.lanes // plan.THREADS)
+    partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks)
+    tensors = work.d_input, work.d_target, weight, work.loss, work.total, work.known, work.found
+    d_x, d_y, row_weight, loss, total, known, found = [0 if t is None else t.data_ptr() for t in tensors]
+    # stride(0) takes twice as long
+    strides = [0 if t is None else t.stride()[0] for t in (x, y, work.d_input, work.d_target)]
+    launcher(
+        blocks,
+        *Arguments(
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            d_input=d_x,
+            d_target=d_y,
+            row_weight=row_weight,
+            known=known,
+            found=found,
+            loss=loss,
+            total=total,
+            partial=partial,
+            ticket=ticket,
+            rows=rows,
+            vocab=vocab,
+            x_stride=strides[0],
+            y_stride=strides[1],
+            d_input_stride=strides[2],
+            d_target_stride=strides[3],
+            scale=work.scale,
+            parameter=problem.parameter,
+        ),
+    )
+
+
+def _is_flat(work: Rows) -> bool:
+    """Whether all rows are as one, shared by the grid."""
+    formula, weight = work.problem.formula, work.row_weight
+    uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows
+    if not (uniform and formula.finish_is_linear and work.found is None and work.known is None):
+        return False
+    if work.has_outputs and not (work.loss is None and weight is None and formula.finish_is_identity):
+        return False
+    tensors = work.input, work.target, work.d_input, work.d_target
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)

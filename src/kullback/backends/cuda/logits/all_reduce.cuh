@@ -1,0 +1,127 @@
+/* What the threads of a row, of all its blocks, tell one another. */
+#pragma once
+
+#include "cuda/logits/pipeline.cuh"
+#include "cuda/warp.cuh"
+
+namespace kullback {
+
+struct Add {
+    static INLINE float identity() { return 0; }
+    template <typename T> INLINE T operator()(T a, T b) const { return a + b; }
+};
+
+struct Max {
+    static INLINE float identity() { return -REAL_INFINITY; }
+    INLINE float operator()(float a, float b) const { return max_nan(a, b); }
+};
+
+/* Every thread gives values, and gets each reduced over the row's threads, in the same order. Lanes share the work: of the
+   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats, and a slot of the exchange
+   buffer is [values, cluster · WARPS] of them in each block.
+
+   Two slots are enough: a warp writes to one again only after an all-reduce in the other, whose partials the others sent
+   when they had read the first. */
+template <typename WIDE, int COUNT, typename F>
+INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, float (&values)[COUNT], F reduce)
+{
+    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
+    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= EACH);
+    const unsigned thread = (unsigned)opaque(group.thread), lane = thread % 32;
+    const unsigned rank = cta_rank(); /* early: it takes long to answer */
+    WIDE parts[KEPT];
+#pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        parts[k] = values[min(k, COUNT - 1)];
+#pragma unroll
+    for (int step = 16, count = KEPT / 2; step; step /= 2, count /= 2) {
+        const bool is_upper = lane & step;
+#pragma unroll
+        for (int k = 0; k < count; k++)
+            parts[k] = reduce(is_upper ? parts[k + count] : parts[k], shfl_xor(is_upper ? parts[k] : parts[k + count], step));
+        if (count == 0)
+            parts[0] = reduce(parts[0], shfl_xor(parts[0], step));
+    }
+    WIDE mine = parts[0];
+#if THREADS_PER_ROW > 32
+    const unsigned cluster = group.cluster, warp = thread / 32, count = cluster * WARPS;
+    const unsigned exchanges = (unsigned)opaque((int)group.exchanges);
+    const unsigned slot = (unsigned)group.index * EXCHANGE_SLOTS + exchanges % EXCHANGE_SLOTS;
+    float *partials = (float *)(shared() + a.exchange_offset + slot * count * PARTIAL_BYTES);
+    partials += min(lane / EACH, COUNT - 1u) * count; /* of this lane's value */
+    const bool is_sent = lane / EACH < COUNT;
+#if RESIDENT
+    if (cluster > 1) {
+        Mbarrier *arrived = pipeline.arrived(slot);
+        if (thread == 0)
+            mbarrier_arrive_expect_tx(arrived, count * COUNT * (unsigned)sizeof(float));
+        if (is_sent && lane % EACH < cluster)
+            st_async(partials + rank * WARPS + warp, arrived, (float)mine, lane % EACH);
+        mbarrier_wait_cluster(arrived, exchanges / EXCHANGE_SLOTS % 2);
+    } else
+#endif
+    {
+        if (is_sent && lane % EACH == 0)
+            partials[warp] = (float)mine;
+        group_sync(group);
+    }
+    group.exchanges++;
+    mine = reduce.identity();
+    if (lane % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
+        struct alignas(WARPS % 4 == 0 ? 16 : WARPS % 2 == 0 ? 8 : 4) Partials {
+            float of_warp[WARPS];
+        };
+        const Partials sent = *(const Partials *)(partials + lane % EACH * WARPS);
+        WIDE reduced[WARPS];
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            reduced[w] = sent.of_warp[w];
+#pragma unroll
+        for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+            for (int w = 0; w + step < WARPS; w += 2 * step)
+                reduced[w] = reduce(reduced[w], reduced[w + step]);
+        mine = reduced[0];
+    }
+#pragma unroll
+    for (int step = MAX_CLUSTER / 2; step; step /= 2)
+        mine = reduce(mine, shfl_xor(mine, step));
+#endif
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        values[k] = shfl((float)mine, k * EACH);
+}
+
+/* Σ of terms and of their partial derivatives */
+struct Sums {
+    float term = 0, d_log_p = 0, d_log_q = 0;
+    float q_minus_p = 0; /* the error of the difference of log-sum-exps, to first order */
+};
+
+/* Σ p · slope_p and Σ q · slope_q */
+struct SlopeSums {
+    float p = 0, q = 0;
+};
+
+INLINE Sums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, Sums sums)
+{
+    float values[] = { sums.term, sums.d_log_p, sums.d_log_q, sums.q_minus_p };
+    row_all_reduce<double>(a, pipeline, group, values, Add());
+    return { values[0], values[1], values[2], values[3] };
+}
+
+INLINE SlopeSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums sums)
+{
+    float values[] = { sums.p, sums.q };
+    row_all_reduce<float>(a, pipeline, group, values, Add());
+    return { values[0], values[1] };
+}
+
+INLINE RowMax all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowMax row_max)
+{
+    float values[] = { row_max.x, row_max.y };
+    row_all_reduce<float>(a, pipeline, group, values, Max());
+    return { values[0], values[1] };
+}
+
+}

@@ -1,0 +1,61 @@
+/* The kernel's arguments. arguments.py reads the first two structs: of their fields, in order, the signature is printed and
+   a call is made. */
+#pragma once
+
+#include "cuda/logits/config.cuh"
+
+namespace kullback {
+
+/* What a launch reads and writes */
+struct Operands {
+    const X *x;
+    const Y *y;
+    X *d_input;
+    Y *d_target;
+    const WEIGHT *row_weight; /* [rows], or 0: 1 */
+    const double *known;      /* [fields, rows]: statistics to accumulate with, or the state of a gradient; or 0 */
+    double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
+    LOSS *loss;               /* [rows], or 0 */
+    LOSS *total;              /* or 0 */
+    double *partial;          /* [clusters] */
+    unsigned *ticket;
+    unsigned rows, vocab; /* at most 2^30 each */
+    long long x_stride, y_stride, d_input_stride, d_target_stride;
+    double scale;
+};
+
+/* What is the same in every launch for such tensors */
+struct Setup {
+    float input_inv_temperature, target_inv_temperature;
+    float input_softcap, target_softcap;
+    Parameters parameters;
+    long long series[SERIES_TERMS]; /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
+    int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
+    int slice_vectors, row_tiles; /* vectors of a row that a block has, at most, and tiles that they take */
+    int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [values, cluster · WARPS] floats */
+};
+
+struct Arguments : Operands, Setup {
+    float exponent; /* of the Chernoff coefficient that statistics sum */
+};
+
+INLINE bool has_one_temperature(const Arguments &a) { return a.input_inv_temperature == a.target_inv_temperature; }
+
+INLINE float term_factor(const Arguments &a, int power) { return opaque(__int_as_float((int)a.series[power - 1])); }
+
+INLINE float difference_factor(const Arguments &a, int power)
+{
+    return opaque(__int_as_float((int)(a.series[power - 1] >> 32)));
+}
+
+/* What an element of the input counts as, and of the target */
+INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? softcapped(x, a.input_softcap) : x; }
+INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? softcapped(y, a.target_softcap) : y; }
+
+INLINE double weight_of(const Arguments &a, unsigned r) { return a.row_weight ? (double)a.row_weight[r] : 1; }
+
+/* Packed numbers of a row */
+INLINE double known(const Arguments &a, int field, unsigned r) { return a.known[(long long)field * a.rows + r]; }
+INLINE void keep(const Arguments &a, int field, unsigned r, double value) { a.found[(long long)field * a.rows + r] = value; }
+
+}

@@ -1,0 +1,92 @@
+/* What a kernel for logits is compiled for, and what follows from it. The macros are defined before the first line
+   (logits/__init__.py); here they have values for whoever opens a file alone. */
+#pragma once
+
+#include "cuda/functor.cuh"
+#include "cuda/vector.cuh"
+
+#ifndef VERB
+#define VERB VERB_LOSS
+#define INPUT_IS_LOGITS 1
+#define TARGET_IS_LOGITS 1
+#define INPUT_IS_CAPPED 0 /* whether a logit x counts as softcap · tanh(x / softcap) */
+#define TARGET_IS_CAPPED 0
+#define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
+#define RESIDENT 1        /* whether rows stay on chip (sm_90 and later), or are read again for each pass */
+#define CACHES_SLOPES 0   /* whether the sweep that sums a row that is far leaves masses and slopes in its place */
+#define IS_SMOOTH 1       /* whether the kind is a power series in the log-ratio near p = q (series.py), of so many terms, */
+#define SERIES_TERMS 7    /* and how far that reaches */
+#define SERIES_RADIUS 0.5f
+#define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
+#define REVERSE_KL_FACTOR 0.0f
+#define LEAST_MEAN_SLOPE (-REAL_INFINITY)
+#define THREADS_PER_ROW 256 /* of a block */
+#define GROUPS 2            /* rows that a block works on at once */
+#define REGISTER_VECTORS 0  /* vectors of a row that a thread keeps in registers: all that it has; or 0 */
+#define Y_OFFSET 65536      /* bytes of shared memory from a stage's tile of x to that of y, where vectors are alike */
+#define MAX_CLUSTER 8       /* blocks that share a row, at most */
+#define EXCHANGE_SLOTS 2    /* of a row group's all-reduce */
+#define PARTIAL_BYTES 16    /* of what a warp sends of a row, at most */
+#endif
+
+#define HAS_FAST (INPUT_IS_LOGITS && TARGET_IS_LOGITS)
+#if !HAS_FAST
+#undef HAS_LOG_FRACTION
+#define HAS_LOG_FRACTION 0
+#endif
+#define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
+#define HANDLES_PEAKED (IS_SMOOTH && !IS_16_BIT)       /* 16-bit gradients do not show it */
+
+/* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
+#define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)
+
+/* Whether the row's sums follow from what is found while it is normalised */
+#if HAS_FAST && HAS_MOMENTS
+#define SUMS_FROM_MOMENTS 1
+#else
+#define SUMS_FROM_MOMENTS 0
+#undef HAS_P_LOG_RATIO
+#undef HAS_Q_LOG_RATIO
+#undef HAS_CHERNOFF
+#define HAS_P_LOG_RATIO 0
+#define HAS_Q_LOG_RATIO 0
+#define HAS_CHERNOFF 0
+#endif
+
+/* Whether the log-ratio's mean under q says which arithmetic to try first, so that close rows need not be summed as if they
+   were far; and with its variance what to expect of slopes that are cached */
+#define FORESEES_CLOSE (HAS_SERIES && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
+#define HAS_Q_SQUARED (FORESEES_CLOSE && CACHES_SLOPES)
+#if FORESEES_CLOSE
+#undef HAS_Q_LOG_RATIO
+#define HAS_Q_LOG_RATIO 1
+#endif
+#define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
+
+/* A sum above this was no number */
+#define MAX_SUM 1e15f
+/* In nats: how far above a sample's maximum the row's is taken to be */
+#define MAX_MARGIN (IS_16_BIT ? 12.0f : 8.0f)
+/* Whether maxima are found and not estimated: short rows of float32, of which that is seen */
+#define IS_EXACT (!IS_16_BIT && THREADS_PER_ROW == 32)
+
+namespace kullback {
+
+enum { WARPS = THREADS_PER_ROW / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
+enum { X_BYTES = sizeof(Packed<X>), Y_BYTES = sizeof(Packed<Y>) }; /* of a vector */
+/* Places of moments */
+enum {
+    P_LOG_RATIO = 0,
+    Q_LOG_RATIO = HAS_P_LOG_RATIO,
+    CHERNOFF = Q_LOG_RATIO + HAS_Q_LOG_RATIO,
+    Q_SQUARED = CHERNOFF + HAS_CHERNOFF,
+    MOMENTS = Q_SQUARED + HAS_Q_SQUARED
+};
+
+INLINE Parameters opaque(Parameters parameters)
+{
+    *(float *)&parameters = opaque(*(float *)&parameters);
+    return parameters;
+}
+
+}

@@ -1,0 +1,164 @@
+/* Rows that are far, of kinds that have slopes and no moments: sums of masses times slopes, which may be cached for the
+   gradient. */
+#pragma once
+
+#include "cuda/logits/elements.cuh"
+
+namespace kullback {
+
+/* A log-ratio to base 2, as far as it foresees something, and a variance of such that is believed */
+#define MAX_LOG2_RATIO 10.0f
+#define MAX_VARIANCE 16.0f
+
+#if CACHES_SLOPES
+static_assert((int)X_BYTES == (int)Y_BYTES);
+
+/* Of each element its mass, rounded as x is, in x's place, and in y's its slope in half precision, less what is predicted
+   for it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A slope of no mass
+   may be longer than halves are: it stays finite, for the product to be 0. */
+INLINE void cache_slopes(int address, const float *masses, const float *slopes)
+{
+    Packed<X> mass;
+    unsigned slope[WIDTH / 2];
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) {
+        const float *s = slopes + 2 * i;
+        mass.element[2 * i] = rounded<X>(masses[2 * i]);
+        mass.element[2 * i + 1] = rounded<X>(masses[2 * i + 1]);
+        slope[i] = cvt_rn_satfinite_f16x2(s[1], s[0]);
+    }
+    st_shared_v4(address, *(const uint4 *)&mass);
+    st_shared_v4(y_address(address), *(const uint4 *)slope);
+}
+
+INLINE float cached_slope(const Packed<Y> &y, int k)
+{
+    return to_real(float16 { (unsigned short)(((const unsigned *)&y)[k / 2] >> k % 2 * 16) });
+}
+#endif
+
+#define HAS_FAST_SUM (HAS_FAST && !SUMS_FROM_MOMENTS && HAS_SLOPES)
+#if HAS_FAST_SUM
+/* Whether all exponents are finite: a mass of 0 times an infinite ratio is no number. */
+INLINE bool has_finite_exponents(const RowStats &stats)
+{
+    return FORESEES_CLOSE && fabsf(stats.moments[Q_LOG_RATIO]) < MAX_SUM;
+}
+
+/* Of log2(p/q) under q: the mean is less than 0 by KL(q‖p). */
+struct Ratios {
+    float mean, variance;
+};
+
+/* Where one is infinite, or they are known to vary so much that few tokens may be why, once more with each ratio bounded:
+   REVERSE_KL_FACTOR is a bound by that mean, too. */
+INLINE Ratios predicted_ratios(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    if (!FORESEES_CLOSE)
+        return {};
+    const float inverse = in_range_ratio_or_zero(1, stats.x_sum_exp), shift = lg2(stats.x_sum_exp) - lg2(stats.y_sum_exp);
+    float mean = stats.moments[Q_LOG_RATIO] * inverse;
+    float variance = HAS_Q_SQUARED ? stats.moments[Q_SQUARED] * inverse - mean * mean : 0;
+    mean += shift;
+    if (!(fabsf(mean) < MAX_SUM && variance < MAX_VARIANCE)) {
+        const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
+        const float x_low = mul_rn(stats.x_max, x_scale), y_low = mul_rn(stats.y_max, y_scale);
+        SlopeSums sums;
+        const auto add = [&](float x, float y) {
+            const float x_exponent = fmaf(x, x_scale, -x_low), ratio = fmaf(y, y_scale, -y_low) - x_exponent + shift;
+            const float bounded = fminf(fmaxf(ratio, -MAX_LOG2_RATIO), MAX_LOG2_RATIO), part = ex2(x_exponent) * bounded;
+            sums.p += part;
+            if (HAS_Q_SQUARED)
+                sums.q = fmaf(part, bounded, sums.q);
+        };
+        each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                add(input_of(a, at(x, k)), target_of(a, at(y, k)));
+        });
+        each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
+        sums = all_reduced(a, pipeline, group, sums);
+        mean = sums.p * inverse;
+        variance = sums.q * inverse - mean * mean;
+    }
+    return { mean, fmaxf(variance, 0) };
+}
+
+/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
+INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
+{
+    const float deviation = fast_sqrt(3 * ratios.variance), mean = ratios.mean;
+    const float inverse = in_range_ratio_or_zero(1, base_2(a.input_inv_temperature)); /* temperatures are equal */
+    const auto slope = [&](float ratio) { /* where q's mass is 1 */
+        return fast_parts(row.input_max * inverse, (row.target_max + ratio) * inverse, row, a.parameters).slope_q;
+    };
+    return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), LEAST_MEAN_SLOPE);
+}
+
+/* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. */
+template <bool FINITE>
+INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted)
+{
+    const Arguments &a = slice.a;
+    SlopeSums by_slope;
+    const Row row = row_constants<FAST>(a, stats, {});
+    /* From a product what is predicted is taken in the same instruction, and sums are of what is left. From a logarithm it is
+       not, and not in sums: exchanging p and q is to exchange them, to the bit. */
+    const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameters).coupling;
+    const auto add = [&](float x, float y) {
+        Parts parts = FINITE ? fast_parts(x, y, row, a.parameters)
+                             : fast_parts(floor_logit(x, row.input_max, a.input_inv_temperature),
+                                          floor_logit(y, row.target_max, a.target_inv_temperature), row, a.parameters);
+        parts.slope_q -= less;
+        by_slope.p += parts.p * (HAS_COUPLING ? fmaf(coupling, parts.slope_q, parts.slope_p) : parts.slope_p);
+        by_slope.q += parts.q * parts.slope_q;
+        return parts;
+    };
+    each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
+        float masses[WIDTH], slopes[WIDTH];
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float q = input_of(a, at(x, k));
+            const Parts parts = add(q, target_of(a, at(y, k)));
+            masses[k] = INPUT_IS_CAPPED ? parts.q * softcap_grad(q, a.input_softcap) : parts.q;
+            slopes[k] = parts.slope_q - (predicted - less);
+        }
+#if CACHES_SLOPES
+        cache_slopes(address, masses, slopes);
+#endif
+    });
+    each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
+    by_slope = all_reduced(a, pipeline, group, by_slope);
+    if (IS_16_BIT) { /* of masses as they were there */
+        const RowStats again = opaque(stats);
+        by_slope.p = in_range_ratio_or_zero(by_slope.p, mass_sum(again.y_max, again.y_sum_exp, a.target_inv_temperature));
+        by_slope.q = in_range_ratio_or_zero(by_slope.q, mass_sum(again.x_max, again.x_sum_exp, a.input_inv_temperature));
+    }
+    const Coefficients common = fast_coefficients(row, opaque(a.parameters));
+    Sums sums;
+    sums.d_log_p = common.factor_p * (by_slope.p + (HAS_COUPLING ? common.coupling * less : 0)) + common.offset_p;
+    sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
+    sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
+    return sums;
+}
+#endif
+
+/* The row again, where masses and slopes have taken its place */
+INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
+{
+#if CACHES_SLOPES
+    const X *x = slice.x() + slice.head + slice.first * WIDTH;
+    const Y *y = slice.y() + slice.head + slice.first * WIDTH;
+    each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+        for (int v = group.thread; v < count; v += THREADS_PER_ROW) {
+            const int address = first_address(tile) + v * X_BYTES;
+            st_shared_v4(address, *(const uint4 *)(x + (start + v) * WIDTH));
+            st_shared_v4(y_address(address), *(const uint4 *)(y + (start + v) * WIDTH));
+        }
+    });
+    group_sync(group);
+#endif
+}
+
+}

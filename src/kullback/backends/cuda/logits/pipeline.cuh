@@ -1,0 +1,279 @@
+/* Where a row's logits lie, and loops over a thread's part of them.
+
+   A resident row is spread over the blocks of a cluster. In each, one more warp, the producer, copies tiles of rows into
+   the stages of a pipeline in shared memory, as far ahead as there are stages. The row groups take rows in turn: while one
+   waits for the other blocks of its row, another computes. Results depend on the launch shape, which depends on the
+   device, the vocabulary and the tensors' layout alone. */
+#pragma once
+
+#include "cuda/logits/arguments.cuh"
+
+namespace kullback {
+
+/* Largest logits; NaN, if there is one */
+struct alignas(8) RowMax {
+    float x, y;
+};
+
+/* This block's part of a row: whole vectors, and for the first block of a cluster the edges that no vector covers.
+   Pointers are found when they are wanted: kept, they would cost registers. */
+struct Slice {
+    const Arguments &a;
+    unsigned row;
+    int head, first, vectors; /* ours are [first, first + vectors) of those that begin at head */
+    int body;                 /* elements that vectors cover */
+
+    INLINE const X *x() const { return a.x + (unsigned)opaque((int)row) * a.x_stride; }
+    INLINE const Y *y() const { return a.y + (unsigned)opaque((int)row) * a.y_stride; }
+    INLINE X *d_input() const { return a.d_input + row * a.d_input_stride; }
+    INLINE Y *d_target() const { return a.d_target + row * a.d_target_stride; }
+};
+
+#if RESIDENT
+/* The stages' tiles of x; at Y_OFFSET those of y; then every row group's exchange slots; then the barriers: full and empty
+   of each stage, arrivals of each exchange slot; then estimated maxima, of each stage. */
+INLINE unsigned char *shared() { return dynamic_shared(); }
+#else
+INLINE unsigned char *shared()
+{
+    __shared__ __align__(16) unsigned char memory[GROUPS * EXCHANGE_SLOTS * WARPS * PARTIAL_BYTES];
+    return memory;
+}
+#endif
+
+#if RESIDENT
+/* Offsets instead of pointers, and counts: what a thread keeps has to fit its registers. */
+struct Pipeline {
+    int stages, vectors; /* vectors of a stage, of either tensor */
+    int row_tiles;       /* stages that a row takes: as many in each block, whether or not vectors are left for all */
+    int barriers;        /* their offset */
+    int stage;           /* the next row's first */
+    unsigned phase;      /* of its barriers */
+
+    INLINE void advance(int tiles) /* as many as there are stages, at most */
+    {
+        stage += tiles;
+        wrap();
+    }
+    INLINE void advance_rows(int rows) /* as many as there are groups, at most: two rounds (plan.py) */
+    {
+        stage += rows * row_tiles;
+        wrap();
+        wrap();
+    }
+    INLINE void wrap()
+    {
+        phase ^= stage >= stages;
+        stage -= stage >= stages ? stages : 0;
+    }
+    INLINE const X *x() const { return (const X *)shared() + stage * vectors * WIDTH; }
+    INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + stage * vectors * WIDTH; }
+    INLINE Mbarrier *barrier(int i) const { return (Mbarrier *)(shared() + barriers) + i; }
+    INLINE Mbarrier *full() const { return barrier(stage); }
+    INLINE Mbarrier *empty() const { return barrier(stages + stage); }
+    INLINE Mbarrier *arrived(unsigned slot) const { return barrier(2 * stages + slot); }
+    /* Of the row that begins here */
+    INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage); }
+};
+#else
+struct Pipeline { /* of one row, in registers */
+    Packed<X> x[REGISTER_VECTORS + !REGISTER_VECTORS];
+    Packed<Y> y[REGISTER_VECTORS + !REGISTER_VECTORS];
+};
+#endif
+
+/* The threads of a block that share a row */
+struct RowGroup {
+    int thread, index; /* of this thread among them; of the group in its block */
+    unsigned cluster;  /* blocks of the cluster */
+    unsigned exchanges : 2, turn : 30; /* all-reduces so far, modulo twice the slots; rows that were read so far, of the
+                                          producer of all. Together: a register more would spill. */
+};
+
+/* This block's rank in the cluster, asked for each time: kept, it would spill. */
+#if RESIDENT
+INLINE unsigned cta_rank() { return cluster_ctarank(); }
+#else
+INLINE unsigned cta_rank() { return 0; }
+#endif
+
+/* All threads of the group have come here. */
+INLINE void group_sync(const RowGroup &group) { bar_sync<THREADS_PER_ROW>(group.index + 1); }
+
+INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
+{
+    Slice slice = { a, r };
+    const int misaligned = (int)((unsigned long long)slice.x() % sizeof(Packed<X>) / sizeof(X)), vocab = (int)a.vocab;
+    slice.head = misaligned ? WIDTH - misaligned : 0;
+    /* rows that are not aligned alike have no vectors; they are not resident */
+    const bool together = RESIDENT || (slice.head <= vocab && (unsigned long long)(slice.y() + slice.head) % VECTOR_BYTES == 0
+        && (!WANT_INPUT || is_aligned(slice.d_input() + slice.head))
+        && (!WANT_TARGET || is_aligned(slice.d_target() + slice.head)));
+    const int vectors = together ? (vocab - slice.head) / WIDTH : 0;
+    slice.body = vectors * WIDTH;
+    slice.first = min(vectors, a.slice_vectors * (int)rank);
+    slice.vectors = min(vectors - slice.first, a.slice_vectors);
+    return slice;
+}
+
+/* In whole vectors: element by element threads would meet at the same banks. */
+template <typename T> INLINE Packed<T> ld_shared(int address)
+{
+    Packed<T> result;
+    uint4 *parts = (uint4 *)&result;
+#pragma unroll
+    for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
+        parts[i] = ld_shared_v4(address + i * VECTOR_BYTES);
+    return result;
+}
+
+#if RESIDENT
+/* Calls f(the pipeline at the tile's stage, the tile's first vector of the slice, its vectors) for the tiles of a slice. */
+template <typename F> INLINE void each_tile(const Slice &slice, Pipeline pipeline, F f)
+{
+    for (int tile = 0, start = 0; tile < pipeline.row_tiles; tile++, start += pipeline.vectors) {
+        f(pipeline, start, min(pipeline.vectors, slice.vectors - start));
+        pipeline.advance(1);
+    }
+}
+
+/* Barriers count rounds of the pipeline modulo 2, and this group may be a round ahead of another: first the round before has
+   to be over. */
+INLINE void wait_tile(const Pipeline &tile)
+{
+    mbarrier_wait(tile.empty(), tile.phase ^ 1);
+    mbarrier_wait(tile.full(), tile.phase);
+}
+
+INLINE void release_stage(const Pipeline &tile, const RowGroup &group)
+{
+    if (CACHES_SLOPES) /* what we wrote there comes before what the next copy writes */
+        fence_proxy_async();
+    __syncwarp();
+    if (group.thread % 32 == 0)
+        mbarrier_arrive(tile.empty());
+}
+#endif
+
+/* The row is not read again. */
+INLINE void release_row(const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
+{
+#if RESIDENT
+    each_tile(slice, pipeline, [&](const Pipeline &tile, int, int) { release_stage(tile, group); });
+#endif
+}
+
+#if RESIDENT
+/* A tile's vectors of x in shared memory, by addresses: one register counts and points. */
+INLINE int first_address(const Pipeline &tile) { return (int)shared_address(tile.x()); }
+INLINE int end_address(const Pipeline &tile, int count) { return first_address(tile) + max(count, 0) * X_BYTES; }
+
+/* Of y, where that of x is there */
+INLINE int y_address(int address)
+{
+    const int before = address - (int)shared_address(shared());
+    return address + Y_OFFSET + (X_BYTES == Y_BYTES ? 0 : before / X_BYTES * Y_BYTES - before);
+}
+#endif
+
+#if !RESIDENT
+/* The vectors of the row that a thread keeps */
+INLINE void load_row(const Slice &slice, Pipeline &pipeline, const RowGroup &group)
+{
+#pragma unroll
+    for (int i = 0; i < REGISTER_VECTORS; i++)
+        if (group.thread + i * THREADS_PER_ROW < slice.vectors) {
+            const int first = slice.head + (group.thread + i * THREADS_PER_ROW) * WIDTH;
+            pipeline.x[i] = load(slice.x() + first);
+            pipeline.y[i] = load(slice.y() + first);
+        }
+}
+#endif
+
+/* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the address of its x on chip) for this thread's
+   vectors. FIRST: all but the first tile may still be on their way; LAST: the row is not read again; SHORT: f is, so that it
+   may stand there once for each vector in registers. */
+template <bool FIRST, bool LAST, bool SHORT, typename F>
+INLINE void each_vector(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F f)
+{
+#if RESIDENT
+    each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+        if (FIRST && start) /* the first has been waited for */
+            wait_tile(tile);
+        const long long elsewhere = (slice.first + start) * (long long)X_BYTES - first_address(tile); /* in the row */
+#pragma unroll 1
+        for (int address = first_address(tile) + group.thread * X_BYTES; address < end_address(tile, count);
+             address += THREADS_PER_ROW * X_BYTES)
+            f(ld_shared<X>(address), ld_shared<Y>(y_address(address)), elsewhere + (unsigned)address, address);
+        if (LAST)
+            release_stage(tile, group);
+    });
+#else
+    const X *x = slice.x() + slice.head;
+    const Y *y = slice.y() + slice.head;
+    if (REGISTER_VECTORS && SHORT) {
+#pragma unroll
+        for (int i = 0; i < REGISTER_VECTORS; i++)
+            if (group.thread + i * THREADS_PER_ROW < slice.vectors)
+                f(pipeline.x[i], pipeline.y[i], (group.thread + i * THREADS_PER_ROW) * (long long)X_BYTES, 0);
+        return;
+    }
+#pragma unroll 1
+    for (int v = group.thread; v < slice.vectors; v += THREADS_PER_ROW)
+        f(load(x + v * WIDTH), load(y + v * WIDTH), v * (long long)X_BYTES, 0);
+#endif
+}
+
+/* Calls f(x, y, k) for the elements of this thread's first vector, which has arrived: for a sample of the row. */
+template <typename F>
+INLINE void each_first(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, F f)
+{
+    if (group.thread >= slice.vectors)
+        return;
+#if RESIDENT
+    const Packed<X> x = ld_shared<X>(first_address(pipeline) + group.thread * X_BYTES);
+    const Packed<Y> y = ld_shared<Y>(y_address(first_address(pipeline) + group.thread * X_BYTES));
+#else
+    const int i = slice.head + group.thread * WIDTH;
+    const Packed<X> x = load(slice.x() + i);
+    const Packed<Y> y = load(slice.y() + i);
+#endif
+#pragma unroll
+    for (int k = 0; k < WIDTH; k++)
+        f(at(x, k), at(y, k), k);
+}
+
+/* And f(index in the row) for the elements that no vector covers. */
+template <typename F> INLINE void each_edge(const Slice &slice, const RowGroup &group, F f)
+{
+    const int edges = (int)slice.a.vocab - opaque(slice.body);
+#pragma unroll 1
+    for (int i = group.thread; i < edges; i += THREADS_PER_ROW)
+        if (cta_rank() == 0) /* asked last: it takes long to answer, and most rows have no edges */
+            f(i < slice.head ? i : i + slice.body);
+}
+
+/* Calls f(x, y, index in the row) for each of this thread's elements: for what is rare or slow. */
+template <bool LAST, typename F>
+INLINE void each_element(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, F f)
+{
+    const int first = slice.head + slice.first * WIDTH;
+#if RESIDENT
+    each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+        const X *x = tile.x();
+        const Y *y = tile.y();
+#pragma unroll 1
+        for (int i = group.thread; i < count * WIDTH; i += THREADS_PER_ROW)
+            f(to_real(x[i]), to_real(y[i]), first + start * WIDTH + i);
+        if (LAST)
+            release_stage(tile, group);
+    });
+#else
+#pragma unroll 1
+    for (int i = first + group.thread; i < first + slice.vectors * WIDTH; i += THREADS_PER_ROW)
+        f(to_real(slice.x()[i]), to_real(slice.y()[i]), i);
+#endif
+    each_edge(slice, group, [&](int i) { f(to_real(slice.x()[i]), to_real(slice.y()[i]), i); });
+}
+
+}

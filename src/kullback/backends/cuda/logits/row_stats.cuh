@@ -1,0 +1,235 @@
+/* A row is normalised: its maxima, its Σ exp, and with them the sums from which a kind's follow, or which foresee them. */
+#pragma once
+
+#include "cuda/logits/all_reduce.cuh"
+
+namespace kullback {
+
+/* Of Σ exp: those of smaller ones have lost masses that underflowed, those of larger have exponents that are rounded by too
+   much. */
+#define MIN_SUM_EXP 1e-20f
+#define MAX_SUM_EXP (IS_16_BIT ? MAX_SUM : 65536.0f)
+/* No logit, but all that are masked by the least float lie below it */
+#define LOWEST_MAX -1e30f
+
+/* What a row holds, each side's masses measured against a maximum: 2^(x·scale - max·scale), where a scale is
+   base_2(inv_temperature) and the second product is rounded. */
+struct RowStats {
+    float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
+    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
+    float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
+#if HAS_NORMALISERS
+    double log_z_diff = 0;
+#endif
+    bool in_range = false; /* else Σ exp are of exp((x - max)·inv_temperature), and nothing else was summed */
+
+    /* The maxima as exponents */
+    struct Lows {
+        float x, y;
+    };
+    INLINE Lows lows(const Arguments &a) const
+    {
+        return { mul_rn(x_max, base_2(a.input_inv_temperature)), mul_rn(y_max, base_2(a.target_inv_temperature)) };
+    }
+
+    template <int COUNT, typename F, typename G>
+    INLINE void take(F x, G y, const Arguments &a, const Lows &low) /* x(k), y(k) */
+    {
+        const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
+        float x_part = 0, y_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const auto add = [=](float &part, float more) { part = k ? part + more : more; };
+            const float x_exponent = fmaf(x(k), x_scale, -low.x), y_exponent = fmaf(y(k), y_scale, -low.y);
+            const float q = ex2(x_exponent), p = ex2(y_exponent);
+            if (INPUT_IS_LOGITS)
+                add(x_part, q);
+            if (TARGET_IS_LOGITS)
+                add(y_part, p);
+#if HAS_LOG_RATIOS
+            const float ratio = y_exponent - x_exponent;
+            if (HAS_P_LOG_RATIO)
+                add(parts[P_LOG_RATIO], p * finite_ratio(ratio));
+            if (HAS_Q_SQUARED)
+                add(parts[Q_SQUARED], q * ratio * ratio);
+            /* NaN if p = 0 < q, so that the row is summed again with guards; to foresee, where either is 0 */
+            if (HAS_Q_LOG_RATIO)
+                add(parts[Q_LOG_RATIO], q * (FORESEES_CLOSE || ratio == ratio ? ratio : 0));
+#endif
+#if HAS_CHERNOFF
+            add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * finite_ratio(x_exponent))));
+#endif
+        }
+        x_sum_exp += x_part;
+        y_sum_exp += y_part;
+#pragma unroll
+        for (int m = 0; m < MOMENTS; m++)
+            moments[m] += parts[m];
+    }
+};
+
+INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
+{
+    float values[2 + MOMENTS] = { stats.x_sum_exp, stats.y_sum_exp };
+#pragma unroll
+    for (int m = 0; m < MOMENTS; m++)
+        values[2 + m] = stats.moments[m];
+    row_all_reduce<float>(a, pipeline, group, values, Add());
+    stats.x_sum_exp = values[0];
+    stats.y_sum_exp = values[1];
+#pragma unroll
+    for (int m = 0; m < MOMENTS; m++)
+        stats.moments[m] = values[2 + m];
+    return stats;
+}
+
+INLINE float max_margin(float inv_temperature)
+{
+    return fminf(MAX_MARGIN, in_range_ratio_or_zero(MAX_MARGIN, opaque(inv_temperature)));
+}
+INLINE bool in_range(float sum_exp) { return sum_exp > MIN_SUM_EXP && sum_exp < MAX_SUM_EXP; }
+INLINE bool is_max(float x) { return x > LOWEST_MAX && x < REAL_INFINITY; }
+
+/* Whether a side's number is such, of each side that is logits */
+INLINE bool are(bool (*is_such)(float), float x, float y)
+{
+    return warp_all((!INPUT_IS_LOGITS || is_such(x)) && (!TARGET_IS_LOGITS || is_such(y)));
+}
+
+/* The whole row's, against these maxima; FIRST: as of `each_vector` */
+template <bool FIRST>
+INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowMax row_max)
+{
+    const Arguments &a = slice.a;
+    RowStats stats;
+    stats.x_max = row_max.x;
+    stats.y_max = row_max.y;
+    const RowStats::Lows low = stats.lows(a);
+    each_vector<FIRST, false, FIRST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+        stats.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
+    });
+    each_edge(slice, group, [&](int i) {
+        const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
+        stats.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
+    });
+    return all_reduced(a, pipeline, group, stats);
+}
+
+/* What the row's maxima may be: the largest of a sample, and so much that most rows have little above. */
+struct MaxEstimate {
+    RowMax row_max = { LOWEST_MAX, LOWEST_MAX };
+
+    INLINE void see(const Arguments &a, X x, Y y)
+    {
+        row_max = { fmaxf(row_max.x, input_of(a, to_real(x))), fmaxf(row_max.y, target_of(a, to_real(y))) };
+    }
+    INLINE RowMax raised(const Arguments &a) const
+    {
+        return { row_max.x + max_margin(a.input_inv_temperature), row_max.y + max_margin(a.target_inv_temperature) };
+    }
+};
+
+/* The index of `part` of so many in the row, seldom two at one phase of a mask that repeats itself */
+INLINE unsigned sample_index(const Arguments &a, unsigned part, unsigned parts)
+{
+    return min((a.vocab / parts + 1) * part, a.vocab - 1);
+}
+
+/* Of some rows at once, each eight lanes' */
+struct Sample {
+    enum { PARTS = 8, ROWS = 32 / PARTS };
+    X x;
+    Y y;
+
+    INLINE void take(const Arguments &a, unsigned row)
+    {
+        const unsigned index = sample_index(a, threadIdx.x % PARTS, PARTS);
+        x = (a.x + row * a.x_stride)[index];
+        y = (a.y + row * a.y_stride)[index];
+    }
+    INLINE RowMax estimated_max(const Arguments &a) const
+    {
+        MaxEstimate estimate;
+        estimate.see(a, x, y);
+        RowMax &row_max = estimate.row_max;
+#pragma unroll
+        for (int step = PARTS / 2; step; step /= 2)
+            row_max = { fmaxf(row_max.x, shfl_xor(row_max.x, step)), fmaxf(row_max.y, shfl_xor(row_max.y, step)) };
+        return estimate.raised(a);
+    }
+};
+
+/* Of one row: by what all its threads read, for then none waits for another lane */
+INLINE RowMax estimated_max(const Slice &slice)
+{
+    const Arguments &a = slice.a;
+    MaxEstimate estimate;
+#pragma unroll
+    for (unsigned i = 0; i < 4; i++)
+        estimate.see(a, slice.x()[sample_index(a, i, 4)], slice.y()[sample_index(a, i, 4)]);
+    return estimate.raised(a);
+}
+
+INLINE RowMax exact_max(const Slice &slice, Pipeline &pipeline, RowGroup &group)
+{
+    const Arguments &a = slice.a;
+    RowMax row_max = { -REAL_INFINITY, -REAL_INFINITY };
+    const auto see = [&](float x, float y) {
+        row_max = { max_nan(row_max.x, input_of(a, x)), max_nan(row_max.y, target_of(a, y)) };
+    };
+    each_vector<false, false, IS_EXACT>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            see(at(x, k), at(y, k));
+    });
+    each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i]), to_real(slice.y()[i])); });
+    return all_reduced(a, pipeline, group, row_max);
+}
+
+/* The whole row's statistics: of finite logits, -inf among them, in one sweep beside that which finds maxima; where estimates
+   are far from what maxima are, in two. Of rows that hold +inf, NaN, or nothing above LOWEST_MAX, sums are of
+   exp((x - max)·inv_temperature), moments are not summed, and the result is false. */
+INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowStats &stats)
+{
+    const Arguments &a = slice.a;
+#if RESIDENT
+    wait_tile(pipeline);
+    RowMax row_max = *pipeline.row_max();
+#else
+    load_row(slice, pipeline, group);
+    RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice);
+#endif
+    stats = row_stats<true>(slice, pipeline, group, row_max);
+    if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
+        return true;
+    if (!IS_EXACT) {
+        row_max = exact_max(slice, pipeline, group);
+        if (are(is_max, row_max.x, row_max.y)) {
+            stats = row_stats<false>(slice, pipeline, group, row_max);
+            if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
+                return true;
+        }
+    }
+    double x_sum_exp = 0, y_sum_exp = 0;
+    each_element<false>(slice, pipeline, group, [&](float x, float y, int) {
+        x_sum_exp += (double)safe_exp((input_of(a, x) - row_max.x) * a.input_inv_temperature);
+        y_sum_exp += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
+    });
+    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp });
+    stats.x_max = row_max.x;
+    stats.y_max = row_max.y;
+    stats.x_sum_exp = sums.term;
+    stats.y_sum_exp = sums.d_log_p;
+    return false;
+}
+
+INLINE RowStats opaque(RowStats stats)
+{
+    stats.x_max = opaque(stats.x_max);
+    stats.y_max = opaque(stats.y_max);
+    stats.x_sum_exp = opaque(stats.x_sum_exp);
+    stats.y_sum_exp = opaque(stats.y_sum_exp);
+    return stats;
+}
+
+}

@@ -1,0 +1,222 @@
+/* Rows that are close, by power series in the log-ratio (series.py). */
+#pragma once
+
+#include "cuda/logits/gradients.cuh"
+
+namespace kullback {
+
+#if HAS_SERIES
+/* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q), which is the same
+   when p and q are exchanged. Where temperatures differ, or the series does not reach the parameters, log_z_diff is infinite
+   and no element is near. */
+struct Series {
+    float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
+    float rest;       /* what less was rounded by, as a factor of them all */
+    float x_max, y_max, inv_temperature, log_z_diff, log_z_diff_low;
+
+    INLINE Series(const Arguments &a, const RowStats &stats)
+    {
+        const float scale = base_2(a.input_inv_temperature);
+        const double found = log_z_diff_of(a, stats);
+        double exponent = 0.5 * ((double)mul_rn(stats.x_max, scale) + (double)mul_rn(stats.y_max, scale))
+            + 0.5 * (double)(log2f(stats.x_sum_exp) + log2f(stats.y_sum_exp));
+        if (!IS_16_BIT)
+            exponent -= 0.5 * (double)scale * ((double)stats.x_max + (double)stats.y_max);
+        half = 0.5f * scale;
+        less = (float)exponent;
+        rest = ex2((float)((double)less - exponent));
+        x_max = stats.x_max;
+        y_max = stats.y_max;
+        inv_temperature = a.input_inv_temperature;
+        const bool applies = has_one_temperature(a) && term_factor(a, 2) != 0;
+        log_z_diff = applies ? (float)found : REAL_INFINITY;
+        log_z_diff_low = (float)(found - (double)log_z_diff);
+    }
+
+    INLINE float ratio(float x, float y) const
+    {
+        if (IS_16_BIT)
+            return fmaf(y - x, inv_temperature, -log_z_diff) - log_z_diff_low;
+        return safe_logit_difference(y, inv_temperature, x, inv_temperature, log_z_diff, log_z_diff_low);
+    }
+    INLINE float root(float x, float y) const
+    {
+        return ex2(fmaf(IS_16_BIT ? x + y : (x - x_max) + (y - y_max), half, -less));
+    }
+    static INLINE bool is_near(float ratio) { return fabsf(ratio) < SERIES_RADIUS; }
+
+    /* Whether the others are few enough to be taken one by one, by a sample of what this warp has of the row */
+    INLINE bool serves(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
+    {
+        float others = 0;
+        each_first(slice, pipeline, group, [&](float x, float y, int) {
+            others += is_near(ratio(input_of(slice.a, x), target_of(slice.a, y))) ? 0 : 1;
+        });
+        return warp_all(warp_sum(others) <= WIDTH / 2); /* of 32 · WIDTH */
+    }
+};
+
+/* Calls f(x, y, index, row()) for the elements of vectors that have a bit in `far`: the vector `index(steps from the end)` has
+   the lowest bit where that is 1. */
+template <typename I, typename F, typename R>
+INLINE void each_far_vector(const Slice &slice, unsigned far, I index, F f, R row)
+{
+    if (!far)
+        return;
+    const Row found = row();
+    for (; far; far &= far - 1) {
+        const int start = slice.head + index(__ffs((int)far)) * WIDTH;
+#pragma unroll 1
+        for (int i = start; i < start + WIDTH; i++)
+            f(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found);
+    }
+}
+
+/* Calls near(x vector, y vector, bytes of x before it) for this thread's vectors, and far(x, y, index, row()) for the elements
+   of those where it was false: many vectors later, and read from memory, so that threads have such at the same time.
+   LAST: the row is not read again. */
+template <bool LAST, typename F, typename G, typename R>
+INLINE void each_close(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F near, G far, R row)
+{
+#if RESIDENT
+    unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
+    each_vector<false, LAST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        marks = 2 * marks + !near(x, y, before);
+    });
+    each_far_vector(slice, marks, [&](int steps) {
+        const int thread = opaque(group.thread), each = (pipeline.vectors - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
+        const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
+        const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
+        return slice.first + i / each * pipeline.vectors + thread + i % each * THREADS_PER_ROW;
+    }, far, row);
+#else
+#pragma unroll 1
+    for (int v = group.thread; v < slice.vectors;) {
+        unsigned marks = 0;
+#pragma unroll 1
+        for (const int end = min(slice.vectors, v + 32 * THREADS_PER_ROW); v < end; v += THREADS_PER_ROW) {
+            const int i = slice.head + v * WIDTH;
+            marks = 2 * marks + !near(load(slice.x() + i), load(slice.y() + i), v * (long long)X_BYTES);
+        }
+        each_far_vector(slice, marks, [&](int steps) { return v - steps * THREADS_PER_ROW; }, far, row);
+    }
+#endif
+    if (slice.body < (int)slice.a.vocab) {
+        const Row found = row();
+        each_edge(slice, group, [&](int i) { far(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found); });
+    }
+}
+
+/* Σ √(p·q) · r^k */
+struct PowerSums {
+    float sum[SERIES_TERMS] = {};
+
+    INLINE void add(float root, float r)
+    {
+        const float square = r * r;
+        float odd = root * r;
+#pragma unroll
+        for (int k = 0; k < SERIES_TERMS; k += 2) {
+            sum[k] += odd;
+            if (k + 1 < SERIES_TERMS)
+                sum[k + 1] = fmaf(odd, r, sum[k + 1]);
+            odd *= square;
+        }
+    }
+    INLINE void add_to(Sums &sums, const Arguments &a, float rest) const
+    {
+        float term = 0, difference = 0, q_minus_p = 0, factor = -1; /* of -2·sinh(r/2) */
+#pragma unroll
+        for (int k = SERIES_TERMS; k >= 1; k--) {
+            term += term_factor(a, k) * sum[k - 1];
+            difference += difference_factor(a, k) * sum[k - 1];
+        }
+#pragma unroll
+        for (int k = 1; k <= SERIES_TERMS; k += 2) {
+            q_minus_p += factor * sum[k - 1];
+            factor /= 4 * (k + 1) * (k + 2);
+        }
+        sums.term += rest * term;
+        sums.d_log_p += 0.5f * rest * (term - difference); /* their sum is term: Euler's */
+        sums.d_log_q += 0.5f * rest * (term + difference);
+        sums.q_minus_p += rest * q_minus_p;
+    }
+};
+
+/* As `thread_sums` */
+INLINE Sums thread_sums_by_series(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const Series &series,
+                                  const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    PowerSums powers;
+    Sums sums;
+    each_close<false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long) {
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.ratio(q, p);
+            powers.add(series.root(q, p), series.is_near(r) ? r : 0);
+            all &= series.is_near(r);
+        }
+        return all;
+    }, [&](float x, float y, int i, const Row &row) {
+        const float q = input_of(a, x), p = target_of(a, y);
+        const bool is_added = series.is_near(series.ratio(q, p)) && i >= slice.head && i < slice.head + slice.body;
+        if (!is_added)
+            add<STABLE>(sums, stable_element(q, p, row, a.parameters));
+    }, [&] { return row_constants<STABLE>(a, opaque(stats), {}); });
+    powers.add_to(sums, a, series.rest);
+    return sums;
+}
+
+/* As `write_gradients` */
+INLINE void write_gradients_by_series(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const Series &series,
+                                      const RowStats &stats, const Sums &sums, GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    /* Over √(p·q), as powers of r from the 0th on: d_log_q - q·Σ d_log_q, and the same of p. 16-bit gradients need fewer. */
+    enum { TERMS = IS_16_BIT ? 6 : SERIES_TERMS + 1 };
+    float input_factor[TERMS], target_factor[TERMS], exponential = 1; /* of e^(±r/2) */
+#pragma unroll
+    for (int k = 0; k < TERMS; k++) {
+        const float term = k ? term_factor(a, k) : 0, difference = k ? difference_factor(a, k) : 0;
+        const float of_q = 0.5f * (term + difference), of_p = 0.5f * (term - difference);
+        input_factor[k] = series.rest * grad_out.input * (of_q - sums.d_log_q * (k % 2 ? -exponential : exponential));
+        target_factor[k] = series.rest * grad_out.target * (of_p - sums.d_log_p * exponential);
+        exponential /= 2 * (k + 1);
+    }
+    const auto polynomial = [](const float *factor, float r) {
+        float sum = factor[TERMS - 1];
+#pragma unroll
+        for (int k = TERMS - 2; k >= 0; k--)
+            sum = fmaf(sum, r, factor[k]);
+        return sum;
+    };
+    const auto differentiate_near = [&](float q, float p, X &input, Y &target) {
+        const float r = series.ratio(q, p), root = series.root(q, p);
+        input = rounded<X>(root * polynomial(input_factor, r) * (INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1));
+        target = rounded<Y>(root * polynomial(target_factor, r) * (TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1));
+        return series.is_near(r);
+    };
+    const GradientVectors vectors(slice);
+    each_close<true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before) {
+        Packed<X> input;
+        Packed<Y> target;
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            all &= differentiate_near(input_of(a, at(x, k)), target_of(a, at(y, k)), input.element[k], target.element[k]);
+        if (all) /* else logits are to be read again, which the gradient may be written over */
+            vectors.write(input, target, before);
+        return all;
+    }, [&](float x, float y, int i, const Row &row) {
+        X input;
+        Y target;
+        if (!differentiate_near(input_of(a, x), target_of(a, y), input, target))
+            differentiate<STABLE>(a, x, y, row, grad_out, input, target);
+        write_element(slice, input, target, i);
+    }, [&] { return row_constants<STABLE>(a, opaque(stats), sums); });
+}
+#endif
+
+}

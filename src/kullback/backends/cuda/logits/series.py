@@ -1,0 +1,72 @@
+"""Divergences near p = q: power series in the log-ratio, from which kernels sum rows that are close.
+
+With r = log(p/q) an element's term is √(p·q) · (c₂·r² + c₃·r³ + ...), and so are its derivatives: √(p·q) and the powers
+of r serve every kind that is smooth at p = q.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.problem import element_at
+
+RADIUS = 0.5  # of r
+TERMS = 7
+TOLERANCE = 1e-6  # of what it stands for, relative; at most, at the end of its radius
+
+
+class Series(NamedTuple):
+    """Factors of r, r², ... r^TERMS. The derivatives' sum is the term, whose first factor is 0, by Euler.
+
+    Exchanging p and q changes r's sign alone: of a symmetric kind term is even and the difference odd, to the bit.
+    """
+
+    term: tuple[float, ...]
+    difference: tuple[float, ...]  # d_log_q - d_log_p
+
+
+@functools.lru_cache(maxsize=1024)
+def series(kind: str, parameter: float) -> Series | None:
+    """Near-minimax fits in float64; None where so many terms do not reach: parameters far out, a corner at p = q."""
+    nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)  # Chebyshev's
+    values = _values(kind, parameter, RADIUS * nodes)
+    term, difference = _fit(nodes, values["term"], 2), _fit(nodes, values["difference"], 1)
+    ratio = torch.linspace(0.01, RADIUS, 50, dtype=torch.float64, device="cpu")
+    for r in (ratio, -ratio):
+        wanted = _values(kind, parameter, r)
+        for name, factors in (("term", term), ("difference", difference)):
+            value = wanted[name]
+            if not bool(((_powers(r) @ factors - value).abs() <= TOLERANCE * value.abs()).all()):
+                return None
+    return Series(tuple(term.tolist()), tuple(difference.tolist()))
+
+
+def _values(kind: str, parameter: float, ratio: Tensor) -> dict[str, Tensor]:
+    element = element_at(kind, parameter, ratio)
+    return {"term": element.term, "difference": element.d_log_q - element.d_log_p}
+
+
+def _powers(x: Tensor) -> Tensor:
+    return torch.stack([x**k for k in range(1, TERMS + 1)], -1)
+
+
+def _fit(nodes: Tensor, values: Tensor, first: int) -> Tensor:
+    """Coefficients of the truncated Chebyshev series of the values over r^first, by quadrature at the nodes."""
+    values = values / nodes**first
+    count = TERMS + 1 - first
+    polynomials = torch.eye(count, dtype=torch.float64, device="cpu")  # Chebyshev's, by their coefficients
+    for k in range(2, count):
+        polynomials[k] = 2 * polynomials[k - 1].roll(1) - polynomials[k - 2]
+    monomials = torch.stack([nodes**k for k in range(count)])
+    projected = polynomials @ (monomials @ values) * (2 / nodes.numel())
+    projected[0] /= 2
+    factors = projected @ polynomials
+    # An even or odd function stays one, so that exchanging p and q changes no bit.
+    factors = torch.where(factors.abs() < 1e-11 * factors.abs().max(), 0.0, factors)
+    exponents = torch.arange(1, TERMS + 1, device="cpu")
+    return torch.cat([factors.new_zeros(first - 1), factors]) / RADIUS**exponents

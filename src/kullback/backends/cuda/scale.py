@@ -1,0 +1,45 @@
+"""gradient *= factor as a kernel that reads the factor on the device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kullback.backends.arguments import parameters, table
+from kullback.backends.build import remember_failures
+from kullback.backends.cuda import plan
+from kullback.backends.cuda.launch import Launcher
+from kullback.backends.cuda.source import HERE, inlined, text
+from kullback.backends.printer import TYPES, print_macros
+from kullback.work import Scale
+
+Arguments = table(parameters(text(HERE / "scale.cuh"), "kullback_scale"))
+
+
+def source(x: torch.dtype, factor: torch.dtype) -> str:
+    """The whole CUDA file."""
+    macros: dict[str, int | str] = {
+        "REAL_IS_DOUBLE": x == torch.float64,
+        "X": TYPES[x],
+        "Y": TYPES[x],
+        "LOSS": TYPES[factor],
+        "WEIGHT": "double",
+        "THREADS": plan.THREADS,
+        "WIDTH": plan.VECTOR_BYTES // x.itemsize,
+    }
+    return print_macros(macros) + inlined("cuda/scale.cuh", {})
+
+
+@functools.cache
+@remember_failures
+def _launcher(x: torch.dtype, factor: torch.dtype, index: int) -> Launcher:
+    return Launcher(source(x, factor), "kullback_scale", index)
+
+
+def run(work: Scale) -> None:
+    gradient, factor = work.gradient, work.factor
+    if gradient.numel():
+        launcher = _launcher(gradient.dtype, factor.dtype, gradient.device.index)
+        blocks = -(-gradient.numel() * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
+        launcher(blocks, *Arguments(gradient=gradient.data_ptr(), factor=factor.data_ptr(), count=gradient.numel()))

@@ -1,0 +1,261 @@
+/* A row at a few of its elements, its ids, and all others in one (the tail); and the gradient back from there. A block
+   takes a row; which elements are among the ids is told by a bit each, in shared memory. Ids are distinct, or -1. */
+#pragma once
+
+#include "cuda/vector.cuh"
+#include "cuda/warp.cuh"
+
+namespace kullback {
+
+/* Of logits Σ exp((x - max) · inv_temperature), the maximum as it was before the temperature; of probabilities the sum */
+typedef struct { real max, sum_exp; } SoftmaxStats;
+
+enum { WARPS = THREADS / WARP };
+#define NOTHING (IS_PROBS ? (real)0 : -REAL_INFINITY)
+#define MAX_PART (real)1e15 /* of a vector's sum against an earlier maximum */
+
+/* A bit for each token */
+INLINE unsigned *marks() { return (unsigned *)dynamic_shared(); }
+
+/* An element as it counts, but for the temperature */
+INLINE real counted(real x, real softcap) { return IS_CAPPED ? softcapped(x, softcap) : x; }
+
+/* d (counted · inv_temperature) / dx, from what it counts as */
+INLINE real counted_grad(real value, real inv_temperature, real softcap)
+{
+    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value / inv_temperature, softcap) : (real)1) * inv_temperature : (real)1;
+}
+
+/* e^(d · inv_temperature) = power(d · exponent_scale(inv_temperature)) */
+INLINE real exponent_scale(real inv_temperature) { return REAL_IS_DOUBLE ? inv_temperature : inv_temperature * (real)1.44269504; }
+
+INLINE real power(real d)
+{
+#if REAL_IS_DOUBLE
+    return exp(d);
+#else
+    return ex2_approx_ftz(d);
+#endif
+}
+
+/* What exponents are taken against: -inf - -inf would be NaN where nothing is. */
+INLINE real against(real max) { return max == -REAL_INFINITY ? (real)0 : max; }
+
+INLINE SoftmaxStats merged(SoftmaxStats a, SoftmaxStats b, real scale)
+{
+    if (IS_PROBS)
+        return { 0, a.sum_exp + b.sum_exp };
+    const real max = a.max > b.max ? a.max : b.max, from = against(max);
+    return { max, a.sum_exp * power((a.max - from) * scale) + b.sum_exp * power((b.max - from) * scale) };
+}
+
+/* Measured against the maximum of what came before, until it would grow too large for that. */
+template <int COUNT> INLINE void add(SoftmaxStats &sum, const real *values, real scale)
+{
+    real part = 0;
+    if (IS_PROBS) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            part += values[j];
+        sum.sum_exp += part;
+        return;
+    }
+    const auto measure = [&](real from) {
+        part = 0;
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            part += power((values[j] - from) * scale);
+    };
+    measure(sum.max);
+    if (__builtin_expect(!(part < MAX_PART), 0)) {
+        real top = sum.max;
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            top = values[j] > top ? values[j] : top;
+        const real from = against(top);
+        sum = { top, sum.sum_exp * power((sum.max - from) * scale) };
+        measure(from);
+    }
+    sum.sum_exp += part;
+}
+
+/* Bits lie so that those of a vector are side by side in one number. */
+INLINE long long bit_of(long long i, long long head) { return i + (WIDTH - head) % WIDTH; }
+INLINE unsigned marks_at(long long at) { return marks()[at >> 5] >> (at & 31); }
+
+INLINE void mark(const long long *ids, long long k, long long head, bool set)
+{
+    for (long long j = threadIdx.x; j < k; j += THREADS)
+        if (ids[j] >= 0) {
+            const long long at = bit_of(ids[j], head);
+            if (set)
+                atomicOr(&marks()[at >> 5], 1u << (at & 31));
+            else
+                marks()[at >> 5] = 0;
+        }
+}
+
+INLINE void clear_marks(long long vocab)
+{
+    for (long long i = threadIdx.x; i <= (vocab + 31) / 32; i += THREADS)
+        marks()[i] = 0;
+    __syncthreads();
+}
+
+/* Elements of a row before its first vector */
+INLINE long long head_of(const X *x, long long vocab)
+{
+    const long long head = (VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(X) & (WIDTH - 1);
+    return head < vocab ? head : vocab;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
+kullback_gather(const X *x, const long long *ids, real *gathered, real *target, long long rows, long long vocab,
+                long long k, long long width, long long x_stride, double inv_temperature, double softcap,
+                double negligible)
+{
+    const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap, scale = exponent_scale(inverse);
+    __shared__ SoftmaxStats parts[WARPS];
+    const bool has_tail = width > k;
+    if (has_tail)
+        clear_marks(vocab);
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const X *from = x + row * x_stride;
+        const long long *own = ids + row * k;
+        for (long long j = threadIdx.x; j < k; j += THREADS)
+            gathered[row * width + j] = own[j] < 0 ? NOTHING : counted(to_real(from[own[j]]), cap) * inverse;
+        if (!has_tail)
+            continue;
+        const long long head = head_of(from, vocab), vectors = (vocab - head) / WIDTH;
+        mark(own, k, head, true);
+        __syncthreads();
+        SoftmaxStats sum = { -REAL_INFINITY, 0 };
+        const X *aligned = from + head;
+        for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
+            Packed<X> loaded[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (v + u * THREADS < vectors)
+                    loaded[u] = load(aligned + (v + u * THREADS) * WIDTH);
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (v + u * THREADS < vectors) {
+                    const unsigned among = marks_at(bit_of(head + (v + u * THREADS) * WIDTH, head));
+                    real values[WIDTH];
+#pragma unroll
+                    for (int j = 0; j < WIDTH; j++)
+                        values[j] = counted(at(loaded[u], j), cap);
+                    if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
+#pragma unroll
+                        for (int j = 0; j < WIDTH; j++)
+                            values[j] = among >> j & 1 ? NOTHING : values[j];
+                    add<WIDTH>(sum, values, scale);
+                }
+        }
+        const long long edges = vocab - vectors * WIDTH;
+        for (long long i = threadIdx.x; i < edges; i += THREADS) {
+            const long long end = i < head ? i : i + vectors * WIDTH;
+            const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : counted(to_real(from[end]), cap);
+            add<1>(sum, &value, scale);
+        }
+#pragma unroll
+        for (int step = WARP / 2; step; step /= 2) {
+            const SoftmaxStats other = { shfl_xor(sum.max, step), shfl_xor(sum.sum_exp, step) };
+            sum = merged(sum, other, scale);
+        }
+        if (threadIdx.x % WARP == 0)
+            parts[threadIdx.x / WARP] = sum;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            for (int w = 1; w < WARPS; w++)
+                sum = merged(sum, parts[w], scale);
+            /* +inf among them made a NaN of inf - inf */
+            const bool infinite = !IS_PROBS && sum.max == REAL_INFINITY;
+            const real lse = infinite ? sum.max : against(sum.max) * inverse + safe_log(sum.sum_exp);
+            const real tail = IS_PROBS ? sum.sum_exp : lse;
+            gathered[row * width + k] = tail;
+            if (target && tail == NOTHING && target[row * width + k] <= (real)negligible)
+                target[row * width + k] = -REAL_INFINITY;
+        }
+        mark(own, k, head, false);
+        __syncthreads();
+    }
+}
+
+/* The gradient of an element outside the ids */
+INLINE real tail_grad(real x, real inv_temperature, real softcap, real tail, real d_tail)
+{
+    if (IS_PROBS)
+        return d_tail;
+    const real value = counted(x, softcap), part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail)));
+    return IS_LOGITS ? part * counted_grad(value * inv_temperature, inv_temperature, softcap) : part;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
+kullback_scatter(const X *x, const long long *ids, const real *gathered, const real *d_gathered, X *d_input,
+                 long long rows, long long vocab, long long k, long long width, long long x_stride,
+                 long long d_input_stride, double inv_temperature, double softcap)
+{
+    const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap;
+    const bool has_tail = width > k;
+    if (has_tail)
+        clear_marks(vocab);
+    for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+        const X *from = x + row * x_stride;
+        X *to = d_input + row * d_input_stride;
+        const long long *own = ids + row * k;
+        const real tail = has_tail ? against(gathered[row * width + k]) : (real)0;
+        const real d_tail = has_tail ? d_gathered[row * width + k] : (real)0;
+        const long long head = head_of(to, vocab);
+        if (d_tail != 0)
+            mark(own, k, head, true);
+        __syncthreads();
+        const bool in_phase = head_of(from, vocab) == head;
+        const long long vectors = in_phase ? (vocab - head) / WIDTH : 0;
+        for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
+            Packed<X> values[UNROLL] = {};
+            if (d_tail != 0)
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++)
+                    if (v + u * THREADS < vectors)
+                        values[u] = load(from + head + (v + u * THREADS) * WIDTH);
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (v + u * THREADS < vectors) {
+                    const long long first = head + (v + u * THREADS) * WIDTH;
+                    if (d_tail != 0) {
+                        const unsigned among = marks_at(bit_of(first, head));
+                        real parts[WIDTH];
+#pragma unroll
+                        for (int j = 0; j < WIDTH; j++)
+                            parts[j] = tail_grad(at(values[u], j), inverse, cap, tail, d_tail);
+                        if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
+#pragma unroll
+                            for (int j = 0; j < WIDTH; j++)
+                                parts[j] = among >> j & 1 ? (real)0 : parts[j];
+#pragma unroll
+                        for (int j = 0; j < WIDTH; j++)
+                            values[u].element[j] = rounded<X>(parts[j]);
+                    }
+                    store(to + first, values[u]);
+                }
+        }
+        const long long scalars = vocab - vectors * WIDTH;
+        for (long long i = threadIdx.x; i < scalars; i += THREADS) {
+            const long long end = i < head ? i : i + vectors * WIDTH;
+            const bool none = d_tail == 0 || marks_at(bit_of(end, head)) & 1;
+            to[end] = rounded<X>(none ? (real)0 : tail_grad(to_real(from[end]), inverse, cap, tail, d_tail));
+        }
+        __syncthreads();
+        for (long long j = threadIdx.x; j < k; j += THREADS)
+            if (own[j] >= 0) {
+                const real d = d_gathered[row * width + j];
+                to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * counted_grad(gathered[row * width + j], inverse, cap));
+            }
+        if (d_tail != 0)
+            mark(own, k, head, false);
+        __syncthreads();
+    }
+}
+
+}

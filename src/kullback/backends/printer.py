@@ -1,0 +1,183 @@
+"""Formula -> C functor, the part of a kernel that knows which divergence it computes. Valid C99 and CUDA C++."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kullback.backends.lowering import lowered, slopes_of
+from kullback.divergences import DIVERGENCES, Moments
+from kullback.forms import FORMS, ROW_VARIABLES
+from kullback.formula import Program
+from kullback.problem import Formula, formula, moments_of
+from kullback.state import Mode, RowState, RowStats, RowSums
+from kullback.work import VERBS
+
+INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
+TYPES = {  # of elements, as kernels call them
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "q_minus_p")
+
+
+def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, ...] = ("safe_",)) -> str:
+    """`Row`, `Parameters`, `Element safe_element(x, y, row, parameters)` and the row's `finish`.
+
+    The template that pastes it defines `real`, `INLINE` and the `safe_` functions, and likewise for each further
+    prefix, which makes a further `element`. What an inlined caller does not use of an `Element` costs nothing.
+    """
+    element = lowered(kind, form, target_form)
+    traced: Formula = formula(kind, form, target_form)
+    names = _names(kind)
+    program = Program({name: element[name] for name in ELEMENT})
+    elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
+    if "fast_" in prefixes:
+        elements += _print_moments(kind, names)
+    finish, finished = print_steps(traced.finish, "double", names, "")
+    macros = {
+        "HAS_LOGITS": "logits" in (form, target_form),
+        "HAS_MOMENTS": form == target_form == "logits" and DIVERGENCES[kind].moments is not None,
+        "FINISH_IS_LINEAR": traced.finish_is_linear,
+        "FINISH_IS_IDENTITY": traced.finish_is_identity,
+    }
+    parameter = DIVERGENCES[kind].parameter
+    return f"""\
+{print_macros(macros)}typedef struct {{ real {", ".join(ROW_VARIABLES)}; }} Row;
+typedef struct {{ real {"none" if parameter is None else parameter.name}; }} Parameters;
+typedef struct {{ real {", ".join(ELEMENT)}; }} Element;
+typedef struct {{ double loss, derivative; }} Finish;
+
+{elements}
+INLINE Finish finish(double total, Parameters parameters)
+{{
+{finish}    Finish result = {{ {finished["loss"]}, {finished["derivative"]} }};
+    return result;
+}}
+"""
+
+
+def print_slopes(kind: str) -> str:
+    """Of a kind that has slopes, `Parts fast_parts(x, y, row, parameters)`: masses and slopes of an element of logits.
+
+    Slopes are what is left of them when the row's `fast_coefficients` are taken out; the coupling is between what is
+    left. Macros say whether there are slopes and a coupling, whether logarithms of a mass's part of a mixture are in
+    the derivatives, and whether slope_q is one.
+    """
+    element, slopes = lowered(kind, "logits", "logits"), slopes_of(kind)
+    partials = Program({name: element[name] for name in ("d_log_p", "d_log_q")})
+    macros = {
+        "HAS_SLOPES": slopes is not None,
+        "HAS_LOG_FRACTION": any(step.op == "logit_log_fraction" for step in partials.steps),
+        "SLOPE_IS_LOG": slopes is not None and getattr(slopes.rest_q, "op", None) == "logit_log2_fraction",
+        "HAS_COUPLING": slopes is not None and slopes.coupling != 0.0,
+    }
+    if slopes is None:
+        return print_macros(macros)
+    names = _names(kind)
+    common = Program({name: value for name, value in slopes._asdict().items() if not name.startswith("rest_")})
+    parts = Program({"p": element["p"], "q": element["q"], "slope_p": slopes.rest_p, "slope_q": slopes.rest_q})
+    return f"""\
+{print_macros(macros)}typedef struct {{ real {", ".join(common.outputs)}; }} Coefficients;
+typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
+INLINE Coefficients fast_coefficients(Row row, Parameters parameters)
+{{
+{_print_result("Coefficients", common, names, "fast_")}}}
+INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
+{{
+{_print_result("Parts", parts, names, "fast_")}}}
+"""
+
+
+def print_layout() -> str:
+    """The fields of packed statistics, sums and states of rows in order, verbs, and the modes of a row."""
+    enums = [
+        f"enum {{ {', '.join(f'{prefix}_{name.upper()}' for name in fields)}, {prefix}_FIELDS }};\n"
+        for prefix, fields in (("STATS", RowStats._fields), ("SUMS", RowSums._fields), ("STATE", RowState._fields))
+    ]
+    modes = ", ".join(f"{mode.name} = {mode.value}" for mode in Mode)
+    verbs = print_macros({f"VERB_{verb.upper()}": number for number, verb in enumerate(VERBS)})
+    return "".join(enums) + f"enum {{ {modes} }};\n" + verbs
+
+
+def ranges(form: str, target_form: str) -> dict[str, str]:
+    """Macros: the range of the input's elements (X) and the target's (Y) that need no guards."""
+    return {
+        f"{name}_{bound}": f"((real){value!r})"
+        for name, side in (("X", form), ("Y", target_form))
+        for bound, value in zip(("LOW", "HIGH"), FORMS[side].in_range or (0.0, 0.0), strict=True)
+    }
+
+
+def print_macros(macros: Mapping[str, int | str]) -> str:
+    lines = (f"#define {name} {value if isinstance(value, str) else int(value)}\n" for name, value in macros.items())
+    return "".join(lines)
+
+
+def _names(kind: str) -> dict[str, str]:
+    names = {name: f"row.{name}" for name in ROW_VARIABLES}
+    parameter = DIVERGENCES[kind].parameter
+    return names if parameter is None else names | {parameter.name: f"parameters.{parameter.name}"}
+
+
+def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
+    return f"""\
+INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
+{{
+{_print_result("Element", program, names, prefix)}}}
+"""
+
+
+def _print_moments(kind: str, names: dict[str, str]) -> str:
+    """`Divergence.moments` and the exponent of its Chernoff coefficient; macros say which moments it wants."""
+    found = moments_of(kind)
+    if found is None:
+        return print_macros(dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0))
+    sums, asked = found
+    wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
+    _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
+    macros = {f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}
+    return f"""\
+{print_macros(macros)}INLINE real chernoff_exponent(Parameters parameters)
+{{
+    return {exponent["exponent"]};
+}}
+INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, Parameters parameters)
+{{
+{_print_result("Element", sums, names, "fast_")}}}
+"""
+
+
+def _print_result(name: str, program: Program, names: dict[str, str], prefix: str) -> str:
+    """The body of a function that returns the program's outputs as a struct of that name."""
+    body, results = print_steps(program, "real", names, prefix)
+    return f"{body}    {name} result = {{ {', '.join(results.values())} }};\n    return result;\n"
+
+
+def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str) -> tuple[str, dict[str, str]]:
+    """The program's statements, and the expression of each of its outputs."""
+    text: list[str] = []
+    values: list[str] = []
+
+    def spell(operand: float | str | int) -> str:
+        if isinstance(operand, str):
+            return names.get(operand, operand)
+        return values[operand] if isinstance(operand, int) else f"({kind}){operand!r}"
+
+    for index, step in enumerate(program.steps):
+        operands = [spell(operand) for operand in step.operands]
+        if step.op == "lt":  # a condition is spelled where it is used: it has no real value
+            values.append(f"({operands[0]} < {operands[1]})")
+            continue
+        if step.op == "where":
+            expression = "{} ? {} : {}".format(*operands)
+        elif step.op in INFIX:
+            expression = INFIX[step.op].format(*operands)
+        else:
+            expression = f"{prefix}{step.op}({', '.join(operands)})"
+        values.append(f"v{index}")
+        text.append(f"    const {kind} v{index} = {expression};\n")
+    return "".join(text), {name: spell(operand) for name, operand in program.outputs.items()}

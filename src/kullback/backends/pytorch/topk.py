@@ -1,0 +1,198 @@
+"""A top-k teacher in torch: its entries, differentiable and in any transform; and what a row is at its ids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kullback.problem import Problem, kept_dtype
+from kullback.tracing import in_functorch
+from kullback.work import Entries, Gather, Scatter, TopK
+
+CHUNK = 1 << 18  # elements whose temporaries fit the cache of a CPU
+
+
+def write_entries(work: Entries) -> None:
+    ids, target = entries(work.problem, work.values, work.indices, work.skipped, work.of)
+    work.ids.copy_(ids)
+    work.target.copy_(target)
+
+
+def entries(
+    problem: Problem, values: Tensor, indices: Tensor, skipped: Tensor | None, of: TopK
+) -> tuple[Tensor, Tensor]:
+    """Ids that are distinct, or -1, and the target there and, but for a renormalised one, in the tail.
+
+    Entries of one id are summed, those of id -1 left out. `skipped` are rows that do not count, whatever their entries.
+    """
+    temperature = problem.target.temperature
+    indices = _checked(indices, of.vocab, skipped)
+    absent = indices < 0
+    ids, first = _distinct(indices)
+    values = torch.where(absent, 1.0, values.to(kept_dtype(values.dtype)))
+    log_p = log_or_nothing(values) if of.form == "probs" else values
+    log_p = _sum_of_equal(torch.where(absent, -math.inf, log_p), first)
+    log_p = torch.where(ids < 0, -math.inf, log_p)
+    known = log_p / temperature
+    if of.tail == "renormalize":
+        return ids, one_outcome(known, ids)
+    if of.form == "logits":  # nothing is known of the others
+        nothing = (ids < 0).all(-1, keepdim=True)
+        known = torch.where(nothing, -math.inf, torch.where(nothing, 0.0, known).log_softmax(-1))
+        return ids, torch.cat([known, torch.full_like(known[..., :1], -math.inf)], -1)
+    tail = _log_tail(log_p, of.vocab - (ids >= 0).sum(-1, keepdim=True), temperature)
+    target = torch.cat([known, tail], -1)
+    if of.normalises(temperature):
+        target = target.log_softmax(-1)
+    if of.tail == "zero":
+        target = torch.cat([target[..., :-1], torch.full_like(tail, -math.inf)], -1)
+    return ids, target
+
+
+def gather(work: Gather) -> None:
+    problem, form, k = work.problem, work.problem.input.form, work.ids.size(1)
+    nothing = none_of(form)
+    for rows in _chunks(work.input):
+        values, columns = _counted(problem, work.input[rows]), work.ids[rows]
+        work.gathered[rows, :k] = values.gather(1, columns.clamp(min=0)).masked_fill_(columns < 0, nothing)
+        if work.has_tail:
+            others = values.masked_fill(_marked(columns, values.size(1)), nothing)
+            work.gathered[rows, -1] = others.sum(1) if form == "probs" else others.logsumexp(1)
+    drop_rounding(work)
+
+
+def drop_rounding(work: Gather) -> None:
+    """Make none of the target's tail where the input has none and it may be rounding."""
+    if work.target is not None:
+        tail = is_rounding(work.gathered, work.target, work.negligible, work.problem.input.form)
+        work.target[:, -1:].masked_fill_(tail, -math.inf)
+
+
+def scatter(work: Scatter) -> None:
+    side, (k, vocab) = work.problem.input, (work.ids.size(1), work.input.size(1))
+    for rows in _chunks(work.input):
+        values, columns = _counted(work.problem, work.input[rows]), work.ids[rows]
+        # A last column takes what belongs to no token.
+        gradient = values.new_zeros(values.size(0), vocab + 1)
+        if work.has_tail:
+            tail, d_tail = work.gathered[rows, k:], work.d_gathered[rows, k:]
+            if side.form == "probs":
+                gradient[:] = d_tail
+            else:
+                shares = torch.exp(values - torch.where(tail == -math.inf, 0.0, tail))
+                gradient[:, :vocab] = torch.where(d_tail == 0, 0, shares * d_tail)
+        gradient.scatter_(1, torch.where(columns < 0, vocab, columns), work.d_gathered[rows, :k])
+        gradient = gradient[:, :vocab]
+        if side.form == "logits":
+            if side.softcap:
+                gradient = gradient * (1 - (values * side.temperature / side.softcap).square())
+            gradient = torch.where(gradient == 0, 0, gradient / side.temperature)
+        work.d_input[rows] = gradient
+
+
+def _chunks(x: Tensor) -> Iterator[slice]:
+    step = max(1, (CHUNK if x.device.type == "cpu" else CHUNK << 6) // max(1, x.size(1)))
+    return (slice(start, start + step) for start in range(0, x.size(0), step))
+
+
+def _counted(problem: Problem, x: Tensor) -> Tensor:
+    """As they count: logits capped and tempered."""
+    values, side = x.to(kept_dtype(x.dtype)), problem.input
+    if side.form != "logits":
+        return values
+    if side.softcap:
+        values = side.softcap * torch.tanh(values / side.softcap)
+    return values / side.temperature
+
+
+def _marked(ids: Tensor, vocab: int) -> Tensor:
+    """Which of a row's elements are among its ids."""
+    marks = ids.new_zeros((ids.size(0), vocab + 1), dtype=torch.bool)
+    return marks.scatter_(1, torch.where(ids < 0, vocab, ids), True)[:, :vocab]
+
+
+def _checked(indices: Tensor, vocab: int, skipped: Tensor | None) -> Tensor:
+    """The ids as int64, -1 in rows that do not count.
+
+    Checked on a GPU by an assertion on the device, as an index out of range is found in torch: nothing waits for it. In
+    a transform, where no element can be looked at, those out of range are left out.
+    """
+    indices = indices.long()
+    if skipped is not None:
+        indices = torch.where(skipped.unsqueeze(-1), -1, indices)
+    right = (indices >= -1) & (indices < vocab)
+    if in_functorch():
+        return torch.where(right, indices, -1)
+    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(right.all(), IDS.format(vocab - 1))
+    elif not right.all():
+        raise no_token(vocab, indices[~right][0].item())
+    return indices
+
+
+IDS = "target_indices must lie from 0 to {}, or be -1"
+
+
+def no_token(vocab: int, index: float) -> ValueError:
+    return ValueError(f"{IDS.format(vocab - 1)}; got {index}")
+
+
+def _log_tail(log_p: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """log of what so many other tokens have together: of equal shares, the choice of largest entropy, tempered."""
+    least = torch.finfo(log_p.dtype).eps / 2  # what rounding leaves of 1 - 1
+    mass = (1 - log_p.double().exp().sum(-1, keepdim=True)).clamp(min=least)
+    log_tokens = tokens.clamp(min=1).double().log()
+    tail = log_tokens + (mass.log() - log_tokens) / temperature
+    return torch.where(tokens > 0, tail, -math.inf).to(log_p.dtype)
+
+
+def none_of(form: str) -> float:
+    """What an element counts as that holds no mass."""
+    return 0.0 if form == "probs" else -math.inf
+
+
+def is_rounding(gathered: Tensor, target: Tensor, negligible: float, form: str) -> Tensor:
+    """Where the student has no tail and the target's may be what rounding left of 1 - 1: it would be p > 0 at q = 0."""
+    return (gathered[..., -1:] == none_of(form)) & (target[..., -1:] <= negligible)
+
+
+def without_rounding(gathered: Tensor, target: Tensor, negligible: float, form: str) -> Tensor:
+    """The target without a tail that may be rounding."""
+    tail = torch.where(is_rounding(gathered, target, negligible, form), -math.inf, target[..., -1:])
+    return torch.cat([target[..., :-1], tail], -1)
+
+
+def one_outcome(gathered: Tensor, ids: Tensor) -> Tensor:
+    """A row of no ids has no distribution to renormalise: it is given one outcome, the same to both models."""
+    nothing = (ids < 0).all(-1, keepdim=True)
+    return torch.where(nothing & (torch.arange(ids.size(-1), device=ids.device) == 0), 0.0, gathered)
+
+
+def log_or_nothing(p: Tensor) -> Tensor:
+    """log p, with a gradient of 0 where p is 0."""
+    return torch.where(p == 0, -math.inf, torch.where(p == 0, 1.0, p).log())
+
+
+def _sum_of_equal(log_p: Tensor, first: Tensor) -> Tensor:
+    """log Σ p over entries of the same id, at the first of them; entries that stand alone as they are."""
+    lowest = torch.full_like(log_p, -math.inf)
+    top = lowest.scatter_reduce(-1, first, log_p.detach(), "amax")
+    top = torch.where(top.isfinite(), top, 0.0)
+    count = torch.zeros_like(log_p).scatter_add(-1, first, torch.ones_like(log_p))
+    total = torch.zeros_like(log_p).scatter_add(-1, first, (log_p - top.gather(-1, first)).exp())
+    return torch.where(count > 1, log_or_nothing(total) + top, log_p)
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids with repetitions made -1, and for each entry the position where its id stands first."""
+    order = ids.argsort(dim=-1, stable=True)
+    ordered = ids.gather(-1, order)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    positions = torch.arange(ids.size(-1), device=ids.device).expand_as(ids)
+    leader = torch.where(begins, positions, 0).cummax(-1).values
+    first = positions.scatter(-1, order, order.gather(-1, leader))
+    return torch.where(first == positions, ids, -1), first

@@ -1,0 +1,197 @@
+"""Which divergence of which forms: what every layer below the public functions is told of a call."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.divergences import DIVERGENCES, Divergence, Element, Finish, Moments, Pair
+from kullback.forms import FORMS, SIDES, pair, softmax_of
+from kullback.formula import Program, Value, variable
+
+
+class Side(NamedTuple):
+    """How the input's rows, or the target's, are to be read."""
+
+    form: str
+    temperature: float = 1.0  # divides the logits; a logit scale is part of it
+    softcap: float = 0.0  # a logit x counts as softcap·tanh(x / softcap); 0: as x
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kind, what either side holds, and the numbers that vary from call to call but never in code."""
+
+    kind: str
+    input: Side
+    target: Side
+    parameter: float = 0.0  # of the kind; 0 where it has none
+    vocab: int = 0  # how many tokens of a row count; 0: all
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.input, self.target, self.parameter, self.vocab))
+
+    @property
+    def key(self) -> str:
+        """All but the numbers of elements, in a word each; with `scalars` what an operator takes."""
+        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}"
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        """Temperatures, softcaps, parameter."""
+        x, y = self.input, self.target
+        return x.temperature, y.temperature, x.softcap, y.softcap, self.parameter
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.input, self.target
+
+    @property
+    def divergence(self) -> Divergence:
+        return DIVERGENCES[self.kind]
+
+    @property
+    def parameters(self) -> dict[str, float]:
+        """The kind's parameter by its name; empty where it has none."""
+        known = self.divergence.parameter
+        return {} if known is None else {known.name: self.parameter}
+
+    @functools.cached_property
+    def has_logits(self) -> bool:
+        """Whether a row has to be normalised before its elements mean anything."""
+        return "logits" in (self.input.form, self.target.form)
+
+    @functools.cached_property
+    def is_normalised(self) -> bool:
+        """Whether both sides sum to 1 by construction."""
+        return FORMS[self.input.form].normalised and FORMS[self.target.form].normalised
+
+    @functools.cached_property
+    def has_moments(self) -> bool:
+        """Whether the sums of a row follow from those of its parts, each normalised by itself (`state.merge_stats`)."""
+        return self.is_normalised and self.divergence.moments is not None
+
+    @functools.cached_property
+    def chernoff_exponent(self) -> float | None:
+        """a of the Σ p^a q^(1-a) that the kind is a function of; None where it is of other moments."""
+        moments = moments_of(self.kind)
+        if moments is None or moments.exponent is None:
+            return None
+        return float(Program({"a": moments.exponent}).run(self.parameters)["a"])
+
+    @functools.cached_property
+    def curvature(self) -> float:
+        """c₂ of term = √(p·q)·(c₂·log²(p/q) + …) near p = q; 0 of a kind that has a corner there."""
+        ratio = torch.tensor([1e-3, 2e-3], dtype=torch.float64, device="cpu")
+        near, far = (element_at(self.kind, self.parameter, ratio).term / ratio**2).tolist()
+        return near if abs(near - far) < 0.1 * abs(near) else 0.0
+
+    @property
+    def formula(self) -> Formula:
+        return formula(self.kind, self.input.form, self.target.form)
+
+    def program(self, *outputs: str) -> Program:
+        """What computes these outputs of an element, and nothing else."""
+        return _program(self.kind, self.input.form, self.target.form, outputs)
+
+    def narrow(self, tensor: Tensor) -> Tensor:
+        """The part of the vocabulary that counts."""
+        return tensor[..., : self.vocab] if self.vocab else tensor
+
+
+@functools.lru_cache(maxsize=1024)
+def decode(key: str, scalars: tuple[float, ...]) -> Problem:
+    """The problem of that key and those scalars."""
+    kind, form, target_form, vocab = key.split()
+    temperature, target_temperature, softcap, target_softcap, parameter = scalars
+    input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)
+    return Problem(kind, input, target, parameter, int(vocab))
+
+
+class Formula(NamedTuple):
+    """What a row element and a row sum become, over named variables."""
+
+    element: dict[str, Value]  # term, partials, masses; and `input`, `target`: pulled back to the elements
+    finish: Program  # of total: loss, derivative
+    finish_is_linear: bool  # derivative 1: a gradient can be written before the row's sum is known
+    finish_is_identity: bool
+
+
+@functools.cache
+def _program(kind: str, form: str, target_form: str, outputs: tuple[str, ...]) -> Program:
+    element = formula(kind, form, target_form).element
+    return Program({name: element[name] for name in outputs})
+
+
+@functools.cache
+def formula(kind: str, form: str, target_form: str) -> Formula:
+    """Trace the divergence once for a pair of forms."""
+    x, y, total = variable("x"), variable("y"), variable("total")
+    masses = pair(form, target_form, x, y)
+    element = DIVERGENCES[kind](masses, *_parameter(kind))
+    finish: Finish = element.finish(total)
+    own, other = map(softmax_of, SIDES)
+    return Formula(
+        {
+            "term": element.term,
+            "d_log_p": element.d_log_p,
+            "d_log_q": element.d_log_q,
+            "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, own),
+            "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, other),
+            "q_minus_p": masses.q_minus_p,
+            "p": masses.p,
+            "q": masses.q,
+        },
+        Program(finish._asdict()),
+        finish.derivative == 1.0,
+        finish.loss is total,
+    )
+
+
+def _parameter(kind: str) -> list[Value]:
+    known = DIVERGENCES[kind].parameter
+    return [] if known is None else [variable(known.name)]
+
+
+class TracedMoments(NamedTuple):
+    """A row's sums over variables p_log_ratio, q_log_ratio and chernoff."""
+
+    sums: Program  # term, d_log_p, d_log_q
+    exponent: Value | None  # a of the Σ p^a q^(1-a); None where none is asked for
+
+
+@functools.cache
+def moments_of(kind: str) -> TracedMoments | None:
+    """`Divergence.moments` traced, or None of a kind that has none."""
+    moments = DIVERGENCES[kind].moments
+    if moments is None:
+        return None
+    exponents: list[Value] = []
+
+    def chernoff(exponent: Value) -> Value:
+        exponents.append(exponent)
+        return variable("chernoff")
+
+    sums = moments(Moments(variable("p_log_ratio"), variable("q_log_ratio"), chernoff), *_parameter(kind))
+    program = Program({"term": sums.term, "d_log_p": sums.d_log_p, "d_log_q": sums.d_log_q})
+    return TracedMoments(program, exponents[0] if exponents else None)
+
+
+def element_at(kind: str, parameter: float, ratio: Tensor) -> Element:
+    """The centred element of p = e^(ratio/2) and q = e^(-ratio/2), whose product is 1."""
+    masses = Pair(torch.exp(ratio / 2), torch.exp(-ratio / 2), ratio, -2 * torch.sinh(ratio / 2), centred=True)
+    return DIVERGENCES[kind](masses, *([] if DIVERGENCES[kind].parameter is None else [parameter]))
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums, row weights and upstream gradients: float64 where the device has it."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the few numbers of a row that are gathered from it."""
+    return torch.promote_types(dtype, torch.float32)

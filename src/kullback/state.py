@@ -1,0 +1,141 @@
+"""What is known of rows, or of pieces of rows, between one pass over them and the next.
+
+    statistics(piece)         -> RowStats     merge_stats: of pieces, those of their union
+    accumulate(piece, stats)  -> RowSums      merge_sums
+    finish(stats, sums)       -> loss, RowState
+    gradient(piece, state)
+
+Whoever has the whole row gets loss, state and gradients from one launch. Pieces of a row (of a chunk, of a rank) go
+through the four steps, and give the whole row's result. All numbers are float64, [rows] each; kernels read and write
+them packed, [fields, rows].
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.divergences import Pair
+from kullback.formula import geometric_mean, log_difference, select_near
+from kullback.problem import Problem
+
+
+class Mode(enum.IntEnum):
+    """Which arithmetic serves a row: the one that summed it has to differentiate it."""
+
+    FAST = 0  # no series near p = q, no guards
+    STABLE = 1  # series, no guards
+    SAFE = 2  # series and guards: serves any row
+
+
+class RowStats(NamedTuple):
+    """What one pass over a row, or over a piece of one, learns of it.
+
+    The sums are of a kind that has moments, between two sides of logits, each normalised by itself; else 0.
+    """
+
+    input_lse: Tensor  # log-sum-exp of the logits as they count (capped, over the temperature); 0 of another form
+    target_lse: Tensor
+    term: Tensor
+    d_log_p: Tensor
+    d_log_q: Tensor
+    mode: Tensor
+
+
+class RowSums(NamedTuple):
+    """Sums over a row, or over a piece of one, with masses normalised by the whole row. Pieces add up."""
+
+    term: Tensor
+    d_log_p: Tensor
+    d_log_q: Tensor
+    q_minus_p: Tensor  # 0, but for the error of the normalisers
+    mode: Tensor  # the larger one of pieces
+
+
+class RowState(NamedTuple):
+    """All that a row's gradient needs beside the row."""
+
+    input_lse: Tensor
+    target_lse: Tensor
+    log_z_diff: Tensor  # target_lse - input_lse, as the sums were found with it
+    d_log_p: Tensor  # the row's sums
+    d_log_q: Tensor
+    d_loss: Tensor  # derivative of the row's loss in its sum of terms
+    mode: Tensor
+
+
+def packed(rows: int, fields: int, like: Tensor) -> Tensor:
+    """Memory for so many fields of rows."""
+    return like.new_empty((fields, rows), dtype=torch.float64)
+
+
+def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
+    """Of the pieces' union: the divergence between the pieces' masses, and within each what it weighs.
+
+    KL(P‖Q) = Σ P_k log(P_k/Q_k) + Σ P_k KL(p_k‖q_k), the chain rule; likewise of Σ p^a q^(1-a), with P_k^a Q_k^(1-a).
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    each = RowStats._make(map(torch.stack, zip(*pieces, strict=True)))
+    input_lse, target_lse = each.input_lse.logsumexp(0), each.target_lse.logsumexp(0)
+    if not problem.has_moments:
+        return pieces[0]._replace(input_lse=input_lse, target_lse=target_lse, mode=each.mode.amax(0))
+    log_p, log_q = each.target_lse - target_lse, each.input_lse - input_lse
+    masses = _pair(log_p, log_q)
+    between = problem.divergence(masses, *problem.parameters.values())
+    a = problem.chernoff_exponent
+    of_p, of_q = masses.p, masses.q
+    if a is not None:
+        of_p = of_q = geometric_mean(masses.p, masses.q, masses.ratio, a)
+    # A piece that lacks a side's mass is all said by the masses.
+    lacks = (masses.p == 0) | (masses.q == 0)
+
+    def total(outer: Tensor, inner: Tensor) -> Tensor:
+        return (outer + torch.where(lacks, 0.0, inner)).sum(0)
+
+    return RowStats(
+        input_lse,
+        target_lse,
+        # of_p·d_log_p + of_q·d_log_q, without the cancellation between them
+        total(between.term, of_p * each.term + (of_q - of_p) * each.d_log_q),
+        total(between.d_log_p, of_p * each.d_log_p),
+        total(between.d_log_q, of_q * each.d_log_q),
+        torch.where(lacks, float(Mode.SAFE), each.mode).amax(0),
+    )
+
+
+def _pair(log_p: Tensor, log_q: Tensor) -> Pair:
+    p, q, ratio = log_p.exp(), log_q.exp(), log_difference(log_p, log_q)
+    return Pair(p, q, ratio, select_near(ratio, 0.5, p * torch.expm1(-ratio), q - p), centred=True)
+
+
+def merge_sums(pieces: Sequence[RowSums]) -> RowSums:
+    """Of the pieces' union."""
+    sums = RowSums._make(functools.reduce(operator.add, parts) for parts in zip(*pieces, strict=True))
+    return sums._replace(mode=functools.reduce(torch.maximum, (piece.mode for piece in pieces)))
+
+
+def sums_of(stats: RowStats) -> RowSums:
+    """The sums of a row whose kind has moments."""
+    return RowSums(stats.term, stats.d_log_p, stats.d_log_q, torch.zeros_like(stats.term), stats.mode)
+
+
+def finish(problem: Problem, stats: RowStats, sums: RowSums) -> tuple[Tensor, RowState]:
+    """Each row's loss, and what its gradient needs."""
+    term = sums.term
+    if problem.is_normalised:
+        # Normalisers that are off by δ between them show as an excess of q over p. Its first two orders are taken off.
+        off = torch.log1p(sums.q_minus_p)
+        correction = problem.curvature * off**2 - off * sums.d_log_q
+        term = torch.where(term.isfinite() & correction.isfinite(), (term + correction).clamp(min=0), term)
+    done = problem.formula.finish.run({"total": term, **problem.parameters})
+    log_z_diff = stats.target_lse - stats.input_lse
+    d_loss = torch.as_tensor(done["derivative"], dtype=term.dtype, device=term.device).expand_as(term)
+    state = RowState(stats.input_lse, stats.target_lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode)
+    return done["loss"], state

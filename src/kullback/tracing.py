@@ -1,0 +1,32 @@
+"""Whether something watches a call: compilers, transforms, modes and subclasses want operators to follow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Private, and so by name; where one is missing every call counts as traced: slower, never wrong.
+_functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
+_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+_forward_ad = torch.autograd.forward_ad
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(*tensors: Tensor) -> bool:
+    """Whether something traces, transforms or overrides the call: it wants pure operators and all of autograd."""
+    if torch.compiler.is_compiling() or _jit_is_tracing() or _functorch_is_active() or _dispatch_modes():
+        return True
+    # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
+    if getattr(_forward_ad, "_current_level", -1) >= 0:
+        return True
+    for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
+        if type(tensor) not in PLAIN or _is_batched(tensor):
+            return True
+    return False
+
+
+def in_functorch() -> bool:
+    """Whether a transform of torch.func is active: then `requires_grad` says nothing of an outer level's."""
+    return bool(_functorch_is_active())

@@ -1,0 +1,236 @@
+"""What a backend is asked to do: one record for each kind of work, from the operators down to the kernels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kullback.problem import Problem, accumulator
+from kullback.state import Mode
+
+Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]
+VERBS: tuple[Verb, ...] = ("loss", "statistics", "accumulate", "gradient")  # as kernels number them
+
+
+class Rows(NamedTuple):
+    """Rows of a problem: what is read, what is wanted, and where that goes. None: not given, or not wanted.
+
+    Drivers' tensors are [..., vocab]; a backend gets [rows, vocab], a row's elements adjacent (`split`).
+    """
+
+    problem: Problem
+    input: Tensor
+    target: Tensor
+    verb: Verb = "loss"
+    row_weight: Tensor | None = None  # [rows] or one number: multiplies a row's loss and gradients, or is its upstream
+    scale: float = 1.0  # multiplies the total and the gradients
+    known: Tensor | None = None  # packed: to accumulate RowStats, for a gradient RowState
+    found: Tensor | None = None  # packed: of a loss without gradients RowState; RowStats of statistics; RowSums
+    loss: Tensor | None = None  # [rows]
+    total: Tensor | None = None  # 0-d, Σ row_weight · loss · scale
+    d_input: Tensor | None = None
+    d_target: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether losses, or numbers of rows, are wanted; else gradients alone."""
+        return self.loss is not None or self.total is not None or self.found is not None
+
+    @property
+    def wants(self) -> tuple[bool, bool]:
+        """The gradient of the input, of the target."""
+        return self.d_input is not None, self.d_target is not None
+
+    @property
+    def has_nothing_to_read(self) -> bool:
+        """No rows; no tokens to normalise; or statistics of elements that stand alone."""
+        rows, vocab = self.input.shape
+        has_logits = self.problem.has_logits
+        return rows == 0 or (vocab == 0 and has_logits) or (self.verb == "statistics" and not has_logits)
+
+    def write_nothing(self) -> None:
+        """What comes of that."""
+        for tensor in (self.loss, self.found):
+            if tensor is not None:
+                tensor.zero_()
+        if self.total is not None:
+            self.total.fill_(0 * self.scale)  # of nothing a mean is NaN
+        if self.verb == "statistics" and self.found is not None and self.problem.has_logits:
+            for field, side in enumerate(self.problem.sides):
+                self.found[field] = -math.inf if side.form == "logits" else 0
+            self.found[-1] = Mode.SAFE
+
+    def split(self) -> list[Rows]:
+        """As backends take them: several, where a large tensor such as logits[:, :-1] has no view as rows."""
+        weight = self.row_weight
+        if (
+            _is_plain(self.input)
+            and _is_plain(self.target)
+            and not self.problem.vocab
+            and (weight is None or weight.dim() == 1)
+        ):
+            return [self]
+        parts = [part._as_rows() for part in self._slabs()]
+        if len(parts) == 1:
+            return parts
+        first = 0
+        for i, part in enumerate(parts):
+            last = first + part.input.size(0)
+            known, found, loss, total = (
+                None if self.known is None else self.known[:, first:last].contiguous(),
+                None if self.found is None else self.found.new_empty((self.found.size(0), last - first)),
+                None if self.loss is None else self.loss[first:last],
+                None if self.total is None else self.total.new_empty((), dtype=accumulator(self.total)),
+            )
+            parts[i] = part._replace(known=known, found=found, loss=loss, total=total)
+            first = last
+        return parts
+
+    def join(self, parts: list[Rows]) -> None:
+        """What the parts found, put together."""
+        totals = [part.total for part in parts if part.total is not None]
+        if self.total is not None:
+            self.total.copy_(torch.stack(totals).sum())
+        if self.found is not None:
+            torch.cat([part.found for part in parts if part.found is not None], -1, out=self.found)
+
+    def _slabs(self) -> list[Rows]:
+        x, y, c = self.input, self.target, self.row_weight
+        large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * max(x.size(0), 1)
+        if not large or x.stride(-1) != 1 or y.stride(-1) != 1 or (_has_one_step(x) and _has_one_step(y)):
+            return [self]
+        whole = [x, y, None if c is None else c.expand(x.shape[:-1]), self.d_input, self.d_target]
+        parts = zip(*(itertools.repeat(t, x.size(0)) if t is None else t.unbind() for t in whole), strict=False)
+        names = ("input", "target", "row_weight", "d_input", "d_target")
+        return [slab for part in parts for slab in self._replace(**dict(zip(names, part, strict=True)))._slabs()]
+
+    def _as_rows(self) -> Rows:
+        narrow = self.problem.narrow
+        x = narrow(as_rows(self.input))
+        return self._replace(
+            input=x,
+            target=narrow(as_rows(self.target)),
+            row_weight=row_vector(self.row_weight, x.size(0)),
+            d_input=None if self.d_input is None else narrow(as_rows(self.d_input)),
+            d_target=None if self.d_target is None else narrow(as_rows(self.d_target)),
+        )
+
+
+SLAB_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
+
+
+class TopK(NamedTuple):
+    """What a teacher's entries are, and what is to be made of them."""
+
+    form: str
+    tail: str
+    as_logits: bool  # whether the target may lack a normaliser
+    vocab: int
+
+    def normalises(self, temperature: float) -> bool:
+        """Whether the target is to sum to 1 where the entries as stored, or tempered, may not."""
+        return not self.as_logits and (temperature != 1 or self.tail == "bucket" or self.form == "logits")
+
+
+class Entries(NamedTuple):
+    """A teacher's entries: distinct ids, or -1, and the target there and, but for a renormalised one, in the tail."""
+
+    problem: Problem
+    values: Tensor  # [..., k]
+    indices: Tensor  # [..., k]
+    skipped: Tensor | None  # bool [...]: rows that do not count, whatever their entries
+    of: TopK
+    ids: Tensor  # [..., k] int64, to be written
+    target: Tensor  # [..., k (+ 1)], to be written
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
+class Gather(NamedTuple):
+    """A row at its ids, none where one is -1, and all other elements in one; as they count (tempered, capped)."""
+
+    problem: Problem
+    input: Tensor  # [rows, vocab]
+    ids: Tensor  # [rows, k], distinct or -1
+    gathered: Tensor  # [rows, k (+ 1)], to be written; with one column more the tail
+    target: Tensor | None = None  # [rows, k + 1]: its tail, if it is no more than `negligible`, is made none where the
+    negligible: float = 0.0  # input has none
+
+    @property
+    def has_tail(self) -> bool:
+        return self.gathered.size(1) > self.ids.size(1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+
+class Scatter(NamedTuple):
+    """The gradient in a row from that in what was gathered of it; zeros where that is 0."""
+
+    problem: Problem
+    input: Tensor  # [rows, vocab]
+    ids: Tensor
+    gathered: Tensor
+    d_gathered: Tensor
+    d_input: Tensor  # [rows, vocab], to be written; may be the input
+
+    @property
+    def has_tail(self) -> bool:
+        return self.gathered.size(1) > self.ids.size(1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+
+class Scale(NamedTuple):
+    """gradient *= factor; a factor of 1 costs no pass over it, and none is read on the host but a CPU's own."""
+
+    gradient: Tensor
+    factor: Tensor  # 0-d
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradient.device
+
+
+Work: TypeAlias = Rows | Entries | Gather | Scatter | Scale
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.dim() == 2 and tensor.is_contiguous():
+        return tensor
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
+    return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
+
+
+def row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
+    """A number for each row."""
+    if tensor is None:
+        return None
+    return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def _has_one_step(tensor: Tensor) -> bool:
+    """Whether the leading dimensions are one, of a common step."""
+    leading = [(size, step) for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(leading))

@@ -1,0 +1,214 @@
+"""Break the arithmetic one place at a time, and list what no test noticed: `make mutate`.
+
+    python -m tests.mutate [file ...]     divergences, forms, state, ...: by default all of TARGETS
+
+A mutant is one changed operator, sign, comparison, number or branch of a source file. Its tests run in a process of its
+own; they have to fail. Exit status 1 where a mutant survives that EQUIVALENT does not explain.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib.abc
+import importlib.util
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "kullback"
+SECONDS = 300  # a mutant that takes longer is found out, too
+
+IN_TORCH = "not c and not cuda and not emulated"
+# What is broken, and the tests that are to notice, with what `-k` selects of them
+TARGETS = {
+    "divergences": [("test_divergences.py", ""), ("test_matrix.py", f"{IN_TORCH} and float64 and probs-probs")],
+    "forms": [("test_matrix.py", f"{IN_TORCH} and (float64 or float32)"), ("test_truth_table.py", IN_TORCH)],
+    "state": [("test_state.py", IN_TORCH)],
+    "reductions": [("test_pytorch.py", IN_TORCH), ("test_truth_table.py", IN_TORCH), ("test_linear.py", IN_TORCH)],
+    "autograd": [(f"test_{name}.py", IN_TORCH) for name in ("pytorch", "truth_table", "logits_options")],
+    "topk": [("test_topk.py", IN_TORCH), ("test_linear.py", IN_TORCH)],
+    "linear": [("test_linear.py", IN_TORCH)],
+    "backends/lowering": [("test_formula.py", "")],
+    "backends/pytorch/__init__": [
+        ("test_matrix.py", f"{IN_TORCH} and (float64 or float32)"),
+        ("test_logits_options.py", IN_TORCH),
+        ("test_layouts.py", IN_TORCH),
+        ("test_pytorch.py", IN_TORCH),
+        ("test_truth_table.py", IN_TORCH),
+    ],
+    "backends/pytorch/topk": [("test_topk.py", IN_TORCH)],
+    "backends/cuda/logits/series": [("test_series.py", "")],
+}
+# Mutants that change no result, or only how long it takes, by file and what was changed
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+COMPARISONS = {
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
+
+
+class Mutant(NamedTuple):
+    file: str
+    line: int
+    before: str
+    after: str
+    text: str  # of the whole module
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """What may stand in the node's place."""
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            yield ast.BinOp(left, OPERATORS[type(op)](), right)
+        case ast.UnaryOp(ast.USub(), operand) if not isinstance(operand, ast.Constant):
+            yield operand
+        case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
+            yield ast.Compare(left, [COMPARISONS[type(op)]()], [right])
+        case ast.Constant(value) if type(value) is float and abs(value) < 1e3:
+            yield ast.Constant(2 * value if value else 1.0)
+        case ast.IfExp(test, body, orelse):
+            yield ast.IfExp(test, orelse, body)
+        case ast.Call(ast.Name("where"), [condition, x, y]):
+            yield ast.Call(ast.Name("where"), [condition, y, x], [])
+        case ast.Call(ast.Attribute(value=ast.Name("torch"), attr="where") as name, [condition, x, y]):
+            yield ast.Call(name, [condition, y, x], [])
+
+
+def mutants(file: str) -> list[Mutant]:
+    path = SOURCE / f"{file}.py"
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    found = []
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.FunctionDef):
+            parent.returns = None
+            for argument in (*parent.args.args, *parent.args.kwonlyargs):
+                argument.annotation = None
+    for parent in ast.walk(tree):
+        for field, value in ast.iter_fields(parent):
+            children = value if isinstance(value, list) else [value]
+            for index, child in enumerate(children):
+                if not isinstance(child, ast.expr) or (isinstance(parent, ast.AnnAssign) and field == "annotation"):
+                    continue
+                for changed in changes(child):
+                    before, after = ast.unparse(child), ast.unparse(ast.fix_missing_locations(changed))
+                    replaced = [*children[:index], changed, *children[index + 1 :]]
+                    setattr(parent, field, replaced if isinstance(value, list) else changed)
+                    text = ast.unparse(ast.fix_missing_locations(tree))
+                    found.append(Mutant(file, child.lineno, before, after, text))
+                    setattr(parent, field, value)
+    return found
+
+
+class Mutated(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from another text."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        parts = mutant.file.split("/")
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(["kullback", *parts[: -1 if self.is_package else None]])
+        self.path, self.text = str(SOURCE / f"{mutant.file}.py"), mutant.text
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        places = [str(Path(self.path).parent)] if self.is_package else None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=places)
+
+    def get_filename(self, name):
+        return self.path
+
+    def get_data(self, path):
+        return self.text.encode()
+
+    def path_stats(self, path):
+        raise OSError("never from a cache")
+
+    def set_data(self, path, data):
+        pass
+
+
+def is_noticed(mutant: Mutant) -> bool:
+    """Run the tests on it, in a process that has nothing of ours imported yet."""
+    sys.meta_path.insert(0, Mutated(mutant))
+    torch.set_num_threads(1)
+    for name, selection in TARGETS[mutant.file]:
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(ROOT / "tests" / name)]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            status = pytest.main([*options, *(["-k", selection] if selection else [])])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return True
+    return False
+
+
+def run(todo: list[Mutant], workers: int) -> Iterator[tuple[Mutant, bool]]:
+    """Each mutant and whether it was noticed."""
+    running: dict[int, tuple[Mutant, float]] = {}
+    waiting = list(reversed(todo))
+    while waiting or running:
+        while waiting and len(running) < workers:
+            mutant = waiting.pop()
+            process = os.fork()
+            if process == 0:
+                status = 1
+                with contextlib.suppress(BaseException):
+                    status = 1 if is_noticed(mutant) else 0
+                os._exit(status)
+            running[process] = mutant, time.monotonic()
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process:
+            mutant, _ = running.pop(process)
+            yield mutant, status != 0
+        else:
+            for slow, (_, begun) in running.items():
+                if time.monotonic() - begun > SECONDS:
+                    os.kill(slow, 9)
+            time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(TARGETS)}; by default all")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes at once")
+    arguments = parser.parse_args()
+    if unknown := [file for file in arguments.files if file not in TARGETS]:
+        parser.error(f"{unknown[0]!r} is not one of {', '.join(TARGETS)}")
+    todo = [mutant for file in arguments.files or TARGETS for mutant in mutants(file)]
+    survivors, explained = [], 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("mutants", total=len(todo))
+        for mutant, noticed in run(todo, arguments.workers):
+            if not noticed and mutant[:1] + mutant[2:4] in EQUIVALENT:
+                explained += 1
+            elif not noticed:
+                survivors.append(mutant)
+            progress.advance(task)
+    table = Table("where", "was", "survived as")
+    for mutant in sorted(survivors):
+        table.add_row(f"{mutant.file}.py:{mutant.line}", mutant.before, mutant.after)
+    if survivors:
+        Console(width=160).print(table)
+    print(f"{len(todo)} mutants, {len(survivors)} survived, {explained} known to change no result")
+    sys.exit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
