@@ -11,7 +11,7 @@ import kullback
 from kullback import backends
 from kullback.backends import BackendInfo, build, c
 from kullback.problem import Problem, Side
-from kullback.work import VERBS, Rows
+from kullback.work import VERBS, Operands, Rows
 from tests import emulation
 
 X = torch.full((3, 4), 0.25)
@@ -186,7 +186,7 @@ def test_every_backend_is_a_module_of_two_functions(name):
 def test_a_record_of_any_verb_is_taken_by_every_backend_of_its_device():
     problem = Problem("kl", Side("logits"), Side("logits"))
     for verb in VERBS:
-        work = Rows(problem, X, X, verb)
+        work = Rows(problem, Operands(X, X), verb)
         assert c.why_not(work) is None
         assert backends.BACKENDS["torch"].why_not(work) is None
         assert backends.BACKENDS["cuda"].why_not(work) == "tensors are on cpu"

@@ -8,7 +8,7 @@ import torch
 import kullback
 from kullback.backends import cuda
 from kullback.problem import Problem, Side
-from kullback.work import Rows
+from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
 from tests.conftest import no_synchronisation
 from tests.kinds import SMOOTH
@@ -195,7 +195,7 @@ def kernel_gradient(x, y, kind, weight):
     """What the sum's kernel writes where eager calls leave it to backward."""
     problem = Problem(kind, Side("logits"), Side("logits"), *kinds.values(kind))
     gradient, total = torch.empty_like(x), torch.empty((), device=x.device)
-    cuda.run(Rows(problem, x.detach(), y, row_weight=weight.double(), total=total, d_input=gradient))
+    cuda.run(Rows(problem, Operands(x.detach(), y, weight.double()), total=total, d_input=gradient))
     return gradient
 
 

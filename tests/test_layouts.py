@@ -70,12 +70,12 @@ def test_slices_of_sequences_are_not_copied(reduction, weighted, backend, device
     whole = results(x, y)
     monkeypatch.setattr(work, "SLAB_BYTES", 1)
     problem = Problem("kl", Side("logits"), Side("logits"))
-    slabs = work.Rows(problem, x[:, :, :-1], y[:, :, 1:], row_weight=weight).split()
+    slabs = work.Rows(problem, work.Operands(x[:, :, :-1], y[:, :, 1:], weight)).split()
     assert [tuple(slab.input.shape) for slab in slabs] == [(4, 40)] * 6
     assert {slab.input.untyped_storage().data_ptr() for slab in slabs} == {x.untyped_storage().data_ptr()}
     for ours, expected in zip(results(x, y), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
-    assert len(work.Rows(problem, x, y).split()) == 1
+    assert len(work.Rows(problem, work.Operands(x, y)).split()) == 1
 
 
 @pytest.mark.parametrize("form", oracle.FORMS)

@@ -314,7 +314,7 @@ def test_nothing_of_a_frozen_teacher_is_kept(generator):
 def shapes(rows, vocab, dtype, has_teacher_head=True):
     """Operands of these sizes, without memory."""
     head, hidden = (torch.empty(n, 1, dtype=dtype, device="meta") for n in (vocab, rows))
-    return linear.Operands(hidden, head, None, hidden, head if has_teacher_head else None, None, None)
+    return linear.Models(hidden, head, None, hidden, head if has_teacher_head else None, None)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
@@ -448,20 +448,13 @@ def test_compile(generator, reduction, dynamic):
 
 def test_opcheck(generator):
     tensors = [t.detach() for t in operands(generator, torch.float32)]
-    operands_ = [*tensors, None]
-    task = (
-        "kl logits logits 0",
-        (1.0, 1.0, 0.0, 0.0, 0.0),
-        0.0,
-        torch.float32,
-        4,
-        [True, True, False, True, False, True],
-    )
+    models = [*tensors, None, torch.rand(ROWS)]
+    task = "kl logits logits 0 float32 4 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
     ops = torch.ops.kullback
-    torch.library.opcheck(ops.linear_total, (operands_, None, 0.5, *task))
-    torch.library.opcheck(ops.linear_per_row, (operands_, None, *task))
-    _, state = ops.linear_per_row(operands_, None, *task)
-    torch.library.opcheck(ops.linear_gradient, (operands_, state, torch.rand(ROWS), *task))
+    torch.library.opcheck(ops.linear_total, (*models, *task, 0.5))
+    torch.library.opcheck(ops.linear_per_row, (*models, *task))
+    _, state = ops.linear_per_row(*models, *task)
+    torch.library.opcheck(ops.linear_gradient, (*models, *task, state))
 
 
 def test_module(generator):

@@ -63,11 +63,11 @@ def test_opcheck(form, backend, device, generator):
     ops = torch.ops.kullback
     _, state = ops.per_row(x, y, None, key, scalars, torch.float32)
     for op, arguments in (
-        (ops.value, (x, y, weight, 0.5, key, scalars, torch.float32)),
-        (ops.value, (x[:0], y[:0], None, 0.5, key, scalars, torch.float32)),
+        (ops.value, (x, y, weight, key, scalars, 0.5, torch.float32)),
+        (ops.value, (x[:0], y[:0], None, key, scalars, 0.5, torch.float32)),
         (ops.per_row, (x, y, weight, key, scalars, torch.float32)),
-        (ops.gradient, (x, y, state, weight, key, scalars, False, True)),
-        (ops.gradient, (x, y, None, weight, key, scalars, True, True)),
+        (ops.gradient, (x, y, weight, key, scalars, state, [False, True])),
+        (ops.gradient, (x, y, weight, key, scalars, None, [True, True])),
     ):
         torch.library.opcheck(op, arguments)
 

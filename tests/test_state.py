@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kullback import backends
 from kullback.problem import Problem, Side
 from kullback.state import Mode, RowState, RowStats, RowSums, finish, merge_stats, merge_sums, packed, sums_of
-from kullback.work import Rows
+from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
 from tests.kinds import KINDS
 from tests.samples import masked, sample
@@ -30,20 +30,22 @@ def problem_of(kind, form, target_form=None, **options):
 
 def statistics(problem, x, y):
     found = packed(x.size(0), len(RowStats._fields), x)
-    backends.run(Rows(problem, x, y, "statistics", found=found))
+    backends.run(Rows(problem, Operands(x, y), "statistics", found=found))
     return RowStats(*found)
 
 
 def accumulate(problem, x, y, stats):
     found = packed(x.size(0), len(RowSums._fields), x)
-    backends.run(Rows(problem, x, y, "accumulate", known=torch.stack(stats), found=found))
+    backends.run(Rows(problem, Operands(x, y), "accumulate", known=torch.stack(stats), found=found))
     return RowSums(*found)
 
 
 def gradient(problem, x, y, state, upstream):
     outputs = torch.empty_like(x), torch.empty_like(y)
     known = torch.stack(state)
-    backends.run(Rows(problem, x, y, "gradient", upstream, known=known, d_input=outputs[0], d_target=outputs[1]))
+    backends.run(
+        Rows(problem, Operands(x, y, upstream), "gradient", known=known, d_input=outputs[0], d_target=outputs[1])
+    )
     return outputs
 
 
@@ -63,7 +65,7 @@ def in_pieces(problem, x, y, upstream, cuts):
 def whole(problem, x, y, upstream):
     losses = torch.empty(x.size(0), dtype=torch.float64, device=x.device)
     state = packed(x.size(0), len(RowState._fields), x)
-    backends.run(Rows(problem, x, y, loss=losses, found=state))
+    backends.run(Rows(problem, Operands(x, y), loss=losses, found=state))
     return losses, *gradient(problem, x, y, RowState(*state), upstream)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +13,12 @@ from kullback import backends, library
 from kullback.backends.pytorch import gradient_by_formula
 from kullback.problem import Problem, accumulator
 from kullback.tracing import is_traced
-from kullback.work import Scale
+from kullback.work import Operands, Rows, Scale
 
 Context: TypeAlias = Any  # of an autograd.Function: torch gives it no type
 Gradients: TypeAlias = tuple[Tensor | None, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def is_differentiated_again(*tensors: Tensor) -> bool:
@@ -40,52 +44,51 @@ def weighted(grad_out: Tensor, row_weight: Tensor | None) -> Tensor:
     return grad_out if row_weight is None else torch.where(row_weight == 0, 0.0, grad_out * row_weight)
 
 
+def on_operands(forward: Callable[P, R]) -> Callable[P, R]:
+    """Name the operands one by one: Dynamo counts a forward's parameters to tell whether it takes a context."""
+    signature = inspect.signature(forward)
+    *leading, _ = signature.parameters.values()
+    operands = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in Operands._fields]
+    setattr(forward, "__signature__", signature.replace(parameters=[*leading, *operands]))  # noqa: B010 # for mypy
+    return forward
+
+
 class Gradient(torch.autograd.Function):
-    """The gradients of Σ grad_out · loss, themselves differentiable (by the formula, unfused)."""
+    """The gradients of Σ row_weight · loss, themselves differentiable (by the formula, unfused)."""
 
     generate_vmap_rule = True
 
     @staticmethod
+    @on_operands
     def forward(
-        input: Tensor,
-        target: Tensor,
-        state: Tensor | None,
-        grad_out: Tensor,
-        problem: Problem,
-        wants: tuple[bool, bool],
+        problem: Problem, wants: tuple[bool, bool], state: Tensor | None, *operands: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = library.gradient(
-            input, target, state, grad_out, problem.key, problem.scalars, wants[0], wants[1]
-        )
+        result: tuple[Tensor, Tensor] = library.gradient(*operands, problem.key, problem.scalars, state, wants)
         return result
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        input, target, _, grad_out, ctx.problem, ctx.wants = inputs
-        ctx.save_for_backward(input, target, grad_out)
+        ctx.problem, ctx.wants, _, *operands = inputs
+        ctx.save_for_backward(*operands)
 
     @staticmethod
     def backward(ctx: Context, *grad_out: Tensor) -> Gradients:
-        input, target, first = ctx.saved_tensors
+        def formula(*operands: Tensor) -> tuple[Tensor, ...]:
+            return gradient_by_formula(ctx.problem, Operands(*operands), ctx.wants)
 
-        def formula(x: Tensor, y: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-            return gradient_by_formula(ctx.problem, x, y, g, ctx.wants)
-
-        pull_back = torch.func.vjp(formula, input, target, first)[1]
-        d_input, d_target, d_first = pull_back(tuple(g for g, w in zip(grad_out, ctx.wants, strict=True) if w))
-        return d_input, d_target, None, d_first, None, None
+        pull_back = torch.func.vjp(formula, *ctx.saved_tensors)[1]
+        gradients = pull_back(tuple(g for g, wanted in zip(grad_out, ctx.wants, strict=True) if wanted))
+        return None, None, None, *gradients
 
 
-def _pull_back(
-    ctx: Context, input: Tensor, target: Tensor, state: Tensor | None, grad_out: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
     """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
-    wants = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-    if is_differentiated_again(grad_out):
-        d_input, d_target = Gradient.apply(input, target, state, grad_out, ctx.problem, wants)
-        return d_input if wants[0] else None, d_target if wants[1] else None
+    wants = ctx.needs_input_grad[ctx.first], ctx.needs_input_grad[ctx.first + 1]
+    if is_differentiated_again(*(t for t in operands.of_rows if t is not None)):
+        gradients = Gradient.apply(ctx.problem, wants, state, *operands)
+        return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
     with backends.restored(ctx.backend):
-        return library.write_gradients(ctx.problem, input, target, state, grad_out, wants)
+        return library.write_gradients(ctx.problem, operands, state, wants)
 
 
 class Total(torch.autograd.Function):
@@ -94,28 +97,23 @@ class Total(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        target: Tensor,
-        row_weight: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        loss: Tensor = library.value(input, target, row_weight, scale, problem.key, problem.scalars, dtype)
+    @on_operands
+    def forward(problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        loss: Tensor = library.value(*operands, problem.key, problem.scalars, scale, dtype)
         return loss
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor | None) -> None:
-        input, target, row_weight, ctx.scale, ctx.problem, _ = inputs
-        ctx.backend = backends.forced()
-        ctx.save_for_backward(input, target, row_weight)
+        ctx.problem, ctx.scale, _, *operands = inputs
+        ctx.first, ctx.backend = 3, backends.forced()
+        ctx.save_for_backward(*operands)
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        input, target, row_weight = ctx.saved_tensors
-        grad_out = weighted(grad_out.to(accumulator(input)) * ctx.scale, row_weight)
-        return *_pull_back(ctx, input, target, None, grad_out), None, None, None, None
+        operands = Operands._make(ctx.saved_tensors)
+        grad_out = weighted(grad_out.to(accumulator(operands.input)) * ctx.scale, operands.row_weight)
+        gradients = _pull_back(ctx, None, operands._replace(row_weight=grad_out))
+        return None, None, None, *gradients, *(None for _ in operands.of_rows)
 
 
 class EagerTotal(torch.autograd.Function):
@@ -126,48 +124,34 @@ class EagerTotal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Context,
-        input: Tensor,
-        target: Tensor,
-        row_weight: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.save_for_backward(input, target, row_weight)
-        ctx.scale, ctx.problem, ctx.backend = scale, problem, backends.forced()
-        wants = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        total, *ctx.written = library.sum_losses(problem, input, target, row_weight, scale, dtype, wants)
+    def forward(ctx: Context, problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        Total.setup_context(ctx, (problem, scale, dtype, *operands), None)
+        wants = ctx.needs_input_grad[3:5]
+        total, *ctx.written = library.sum_losses(problem, Operands._make(operands), scale, dtype, wants)
         return total
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
         if ctx.written is None or is_differentiated_again(grad_out):
             return Total.backward(ctx, grad_out)
-        ctx.saved_tensors  # noqa: B018 # raises where an input was modified since
-        return _hand_over(ctx, grad_out)
+        saved = ctx.saved_tensors  # raises where an input was modified since
+        return *_hand_over(ctx, grad_out), *(None for _ in saved[2:])
 
 
 class InPlaceTotal(torch.autograd.Function):
     """EagerTotal whose gradient takes the place of the input's logits: there is one backward, and none of it."""
 
     @staticmethod
-    def forward(
-        ctx: Context,
-        input: Tensor,
-        target: Tensor,
-        row_weight: Tensor | None,
-        scale: float,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        wants = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        ctx.backend = backends.forced()
-        total, *ctx.written = library.sum_losses(problem, input, target, row_weight, scale, dtype, wants, inplace=True)
+    def forward(ctx: Context, problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        given, ctx.backend = Operands._make(operands), backends.forced()
+        ctx.count = len(operands)
+        d_input = library.gradient_like(given.input, problem, True, inplace=True)
+        d_target = library.gradient_like(given.target, problem, ctx.needs_input_grad[4])
+        rows = Rows(problem, given, scale=scale, d_input=d_input, d_target=d_target)
+        total, *ctx.written = library.write_sum(rows, dtype)
         # Whoever saved the logits is told by autograd that they are gone; whoever writes there again tells us.
-        torch.autograd.graph.increment_version(input)
-        ctx.version = input._version
+        torch.autograd.graph.increment_version(given.input)
+        ctx.version = given.input._version
         return total
 
     @staticmethod
@@ -177,7 +161,7 @@ class InPlaceTotal(torch.autograd.Function):
             raise RuntimeError("the gradient was written over the logits (inplace=True) and has been handed over")
         if ctx.written[0]._version != ctx.version:
             raise RuntimeError("the logits' memory, which holds the gradient (inplace=True), was modified since")
-        return _hand_over(ctx, grad_out)
+        return *_hand_over(ctx, grad_out), *(None for _ in range(ctx.count - 2))
 
 
 def _hand_over(ctx: Context, grad_out: Tensor) -> Gradients:
@@ -187,7 +171,7 @@ def _hand_over(ctx: Context, grad_out: Tensor) -> Gradients:
         for gradient in written:
             if gradient is not None:
                 backends.run(Scale(gradient, grad_out))
-    return *written, None, None, None, None
+    return None, None, None, *written
 
 
 class PerRow(torch.autograd.Function):
@@ -196,53 +180,41 @@ class PerRow(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        input: Tensor,
-        target: Tensor,
-        row_weight: Tensor | None,
-        problem: Problem,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = library.per_row(input, target, row_weight, problem.key, problem.scalars, dtype)
+    @on_operands
+    def forward(problem: Problem, dtype: torch.dtype, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = library.per_row(*operands, problem.key, problem.scalars, dtype)
         return result
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        input, target, row_weight, ctx.problem, _ = inputs
-        ctx.save_for_backward(input, target, row_weight, output[1])
+        ctx.problem, _, *operands = inputs
+        ctx.first, ctx.backend = 2, backends.forced()
+        ctx.save_for_backward(output[1], *operands)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they
-        ctx.backend = backends.forced()
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor | None, _: Tensor | None) -> Gradients:
+        state, *saved = ctx.saved_tensors
+        operands = Operands._make(saved)
         if grad_out is None:
-            return (None,) * 5
-        input, target, row_weight, state = ctx.saved_tensors
-        grad_out = weighted(widened(grad_out), row_weight)
-        return *_pull_back(ctx, input, target, state, grad_out), None, None, None
+            return None, None, *(None for _ in operands)
+        grad_out = weighted(widened(grad_out), operands.row_weight)
+        gradients = _pull_back(ctx, state, operands._replace(row_weight=grad_out))
+        return None, None, *gradients, *(None for _ in operands.of_rows)
 
 
-def total(
-    problem: Problem,
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    inplace: bool = False,
-) -> Tensor:
+def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, inplace: bool = False) -> Tensor:
     """scale · Σ row_weight · loss, 0-d. In eager autograd the gradients are written in the same pass."""
-    if inplace and torch.is_grad_enabled() and input.requires_grad:
-        return InPlaceTotal.apply(input, target, row_weight, scale, problem, dtype)  # type: ignore[no-any-return]
-    if is_traced(input, target):
-        return Total.apply(input, target, row_weight, scale, problem, dtype)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
-        function = Total if waits_for_scaler(input, target) else EagerTotal
-        return function.apply(input, target, row_weight, scale, problem, dtype)  # type: ignore[no-any-return]
-    return library.sum_losses(problem, input, target, row_weight, scale, dtype)[0]
+    x, y = operands.input, operands.target
+    if is_traced(x, y):
+        return Total.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        function = Total if waits_for_scaler(x, y) else InPlaceTotal if inplace and x.requires_grad else EagerTotal
+        return function.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
+    return library.sum_losses(problem, operands, scale, dtype)[0]
 
 
-def per_row(problem: Problem, input: Tensor, target: Tensor, row_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, `input.shape[:-1]`."""
-    return PerRow.apply(input, target, row_weight, problem, dtype)[0]  # type: ignore[no-any-return]
+    return PerRow.apply(problem, dtype, *operands)[0]  # type: ignore[no-any-return]

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from kullback import autograd, backends, checks, linear, topk
 from kullback.forms import FORMS
-from kullback.linear import Operands
+from kullback.linear import Models
 from kullback.problem import Problem, Side
 from kullback.reductions import reduction_of
 from kullback.tracing import in_functorch
+from kullback.work import Operands
 
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
@@ -76,12 +77,12 @@ def kl_div(
         dtype = torch.float32
     problem = KL[form, "log_probs" if log_target else "probs"]
     if reduction == "none":
-        return autograd.per_row(problem, input.unsqueeze(-1), target.unsqueeze(-1), None, dtype)
+        return autograd.per_row(problem, Operands(input.unsqueeze(-1), target.unsqueeze(-1)), dtype)
     count = batch if reduction == "batchmean" else 1 if reduction == "sum" else input.numel()
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
-    return autograd.total(problem, input, target, None, scale, dtype)
+    return autograd.total(problem, Operands(input, target), scale, dtype)
 
 
 def divergence(
@@ -190,9 +191,10 @@ def divergence(
     if inplace:
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
+    operands = Operands(input, target, reduced.row_weight)
     if reduced.per_row:
-        return reduced.finish(autograd.per_row(problem, input, target, reduced.row_weight, dtype))
-    return reduced.finish(autograd.total(problem, input, target, reduced.row_weight, reduced.scale, dtype, inplace))
+        return reduced.finish(autograd.per_row(problem, operands, dtype))
+    return reduced.finish(autograd.total(problem, operands, reduced.scale, dtype, inplace))
 
 
 def topk_divergence(
@@ -289,12 +291,13 @@ def topk_divergence(
         vocab=vocab,
     )
     of = topk.entries_of(target_form, tail, form, vocab or input.size(-1))
-    teacher = topk.teacher(problem, target_values, target_indices, of, weight)
+    teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
+    operands = Operands(input, target, reduced.row_weight)
     if reduced.per_row:
-        return reduced.finish(topk.per_row(input, teacher, reduced.row_weight, dtype))
-    return reduced.finish(topk.total(input, teacher, reduced.row_weight, reduced.scale, dtype))
+        return reduced.finish(topk.per_row(teacher, operands, dtype))
+    return reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
 
 
 def linear_divergence(
@@ -378,47 +381,38 @@ def linear_divergence(
         target, target_weight, target_bias = checks.projection(
             "target", target, "target_weight", target_weight, "target_bias", target_bias
         )
+    is_topk = target_indices is not None
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    vocab, target_vocab = weight.size(0), target.size(-1) if target_weight is None else target_weight.size(0)
-    ids, negligible = None, 0.0
-    if target_indices is None:
-        vocab = checks.shared_vocab(valid_vocab, vocab, target_vocab)
-        if target_weight is None and target_vocab != vocab:
-            target = target[..., :vocab]
-        problem = checks.problem(
-            kind,
-            params,
-            form="logits",
-            target_form=target_form,
-            temperature=temperature,
-            target_temperature=target_temperature,
-            logit_scale=logit_scale,
-            target_logit_scale=target_logit_scale,
-            softcap=softcap,
-            target_softcap=target_softcap,
-        )
-    else:
-        if target_logit_scale is not None or target_softcap is not None:
-            raise ValueError(
-                "target_logit_scale and target_softcap are of all logits, not of entries; got target_indices"
-            )
+    if is_topk and (target_logit_scale is not None or target_softcap is not None):
+        raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
+    problem = checks.problem(
+        kind,
+        params,
+        form="logits",
+        target_form="logits" if is_topk else target_form,  # whatever they are, entries may be tempered
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=1.0 if is_topk else target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+    )
+    ids, negligible, vocab = None, 0.0, weight.size(0)
+    if target_indices is not None:
         vocab = checks.valid_width(valid_vocab, vocab) or vocab
-        problem = checks.problem(
-            kind,
-            params,
-            form="logits",
-            temperature=temperature,
-            target_temperature=target_temperature,
-            logit_scale=logit_scale,
-            target_logit_scale=1.0,
-            softcap=softcap,
-        )
         of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", vocab)
-        teacher = topk.teacher(problem, target, target_indices, of, row_weight)
-        problem, target, ids, negligible = teacher.problem, teacher.target, teacher.ids, teacher.negligible
-    operands = Operands(
+        teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
+        problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
+    else:
+        vocab = checks.shared_vocab(
+            valid_vocab, vocab, target.size(-1) if target_weight is None else target_weight.size(0)
+        )
+        target = target[..., :vocab] if target_weight is None and target.size(-1) != vocab else target
+    dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
+    reduced = reduction_of(reduction, input, row_weight, normalizer, dtype)
+    models = Models(
         rows_of(hidden),
         first(weight, vocab),
         None if bias is None else first(bias, vocab),
@@ -426,16 +420,12 @@ def linear_divergence(
         None if target_weight is None else first(target_weight, vocab),
         None if target_bias is None else first(target_bias, vocab),
         None if ids is None else rows_of(ids),
+        None if reduced.row_weight is None else reduced.row_weight.expand(input.shape[:-1]).reshape(-1),
     )
-    dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
-    task = linear.task_of(problem, operands, negligible, dtype, chunk_rows or 0)
-    reduced = reduction_of(reduction, input, row_weight, normalizer, dtype)
-    each = reduced.row_weight
-    if each is not None:
-        each = each.expand(input.shape[:-1]).reshape(-1)
+    task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0)
     if reduced.per_row:
-        return reduced.finish(linear.per_row(task, operands, each).view(input.shape[:-1]))
-    return reduced.finish(linear.total(task, operands, each, reduced.scale))
+        return reduced.finish(linear.per_row(task, models).view(input.shape[:-1]))
+    return reduced.finish(linear.total(task, models, reduced.scale))
 
 
 def rows_of(tensor: Tensor) -> Tensor:

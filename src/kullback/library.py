@@ -1,14 +1,14 @@
 """torch.library operators, once for all divergences: schemas, implementations, fakes and vmap rules. No autograd.
 
-An operator takes a problem as its key and its scalars (problem.py). Arity is fixed: a gradient that is not wanted is
-an empty tensor.
+An operator takes the fields of `Operands` (work.py) as its tensors, and a problem as its key and its scalars
+(problem.py). Arity is fixed: a gradient that is not wanted is an empty tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,21 +16,35 @@ from torch import Tensor
 from kullback import backends
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
-from kullback.work import Rows
-
-PROBLEM = "str problem, float[] scalars"
+from kullback.work import Operands, Rows
 
 library = torch.library.Library("kullback", "DEF")
-library.define(
-    f"value(Tensor input, Tensor target, Tensor? row_weight, float scale, {PROBLEM}, ScalarType dtype) -> Tensor"
-)
-library.define(
-    f"per_row(Tensor input, Tensor target, Tensor? row_weight, {PROBLEM}, ScalarType dtype) -> (Tensor, Tensor)"
-)
-library.define(
-    f"gradient(Tensor input, Tensor target, Tensor? state, Tensor grad_out, {PROBLEM}, "
-    "bool of_input, bool of_target) -> (Tensor, Tensor)"
-)
+
+Scalars: TypeAlias = Sequence[float]
+R = TypeVar("R")
+T = TypeVar("T", bound=NamedTuple)
+
+
+def schema_of(record: type[NamedTuple]) -> str:
+    """A record of tensors as an operator takes it: field by field. Legacy vmap knows no lists of tensors."""
+    kinds = get_type_hints(record)
+    return ", ".join(f"{'Tensor' if kinds[name] is Tensor else 'Tensor?'} {name}" for name in record._fields)
+
+
+def of_fields(record: type[T], function: Callable[..., R]) -> Callable[..., R]:
+    """The function of a record of tensors as a function of its fields."""
+    count = len(record._fields)
+
+    def flat(*arguments: Any) -> R:
+        return function(record._make(arguments[:count]), *arguments[count:])
+
+    return flat
+
+
+ROWS = f"{schema_of(Operands)}, str problem, float[] scalars"
+library.define(f"value({ROWS}, float scale, ScalarType dtype) -> Tensor")
+library.define(f"per_row({ROWS}, ScalarType dtype) -> (Tensor, Tensor)")
+library.define(f"gradient({ROWS}, Tensor? state, bool[] wants) -> (Tensor, Tensor)")
 
 
 def gradient_like(tensor: Tensor, problem: Problem, wanted: bool, inplace: bool = False) -> Tensor | None:
@@ -49,148 +63,87 @@ def state_fields(problem: Problem) -> int:
 
 
 def sum_losses(
-    problem: Problem,
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    wants: tuple[bool, bool] = (False, False),
-    inplace: bool = False,
+    problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, wants: Sequence[bool] = (False, False)
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale · Σ row_weight · loss and its wanted gradients; `inplace`: the input's in the place of its logits."""
-    total = input.new_empty((), dtype=dtype)
-    d_input = gradient_like(input, problem, wants[0], inplace)
-    d_target = gradient_like(target, problem, wants[1])
-    backends.run(
-        Rows(
-            problem,
-            input,
-            target,
-            row_weight=row_weight,
-            scale=scale,
-            total=total,
-            d_input=d_input,
-            d_target=d_target,
-        )
-    )
-    return total, d_input, d_target
+    """scale · Σ row_weight · loss, and its wanted gradients."""
+    d_input = gradient_like(operands.input, problem, wants[0])
+    d_target = gradient_like(operands.target, problem, wants[1])
+    return write_sum(Rows(problem, operands, scale=scale, d_input=d_input, d_target=d_target), dtype)
+
+
+def write_sum(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The same, into the record's memory for gradients."""
+    total = rows.input.new_empty((), dtype=dtype)
+    backends.run(rows._replace(total=total))
+    return total, rows.d_input, rows.d_target
+
+
+def row_losses(problem: Problem, operands: Operands, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """row_weight · loss of each row, `input.shape[:-1]`, and the rows' states."""
+    shape = operands.input.shape[:-1]
+    loss = operands.input.new_empty(math.prod(shape), dtype=dtype)
+    state = packed(loss.size(0), state_fields(problem), loss)
+    backends.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None))
+    return loss.view(shape), state
 
 
 def write_gradients(
-    problem: Problem,
-    input: Tensor,
-    target: Tensor,
-    state: Tensor | None,
-    grad_out: Tensor,
-    wants: tuple[bool, bool],
+    problem: Problem, operands: Operands, state: Tensor | None, wants: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of Σ grad_out · loss, from the rows' states or without them."""
-    d_input, d_target = (gradient_like(t, problem, want) for t, want in zip((input, target), wants, strict=True))
+    """Gradients of Σ row_weight · loss, from the rows' states or without them."""
+    d_input, d_target = (gradient_like(t, problem, want) for t, want in zip(operands[:2], wants, strict=True))
     known = None if state is None or not state.numel() else state
-    rows = Rows(problem, input, target, "gradient", grad_out, known=known, d_input=d_input, d_target=d_target)
-    backends.run(rows)
+    backends.run(Rows(problem, operands, "gradient", known=known, d_input=d_input, d_target=d_target))
     return d_input, d_target
 
 
-def _value(
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    scale: float,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
-) -> Tensor:
-    return sum_losses(decode(problem, tuple(scalars)), input, target, row_weight, scale, dtype)[0]
+def _value(operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype) -> Tensor:
+    return sum_losses(decode(problem, tuple(scalars)), operands, scale, dtype)[0]
 
 
-def _per_row(
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    decoded, rows = decode(problem, tuple(scalars)), math.prod(input.shape[:-1])
-    loss, state = input.new_empty(rows, dtype=dtype), packed(rows, state_fields(decoded), input)
-    found = state if state.size(0) else None
-    backends.run(Rows(decoded, input, target, row_weight=row_weight, loss=loss, found=found))
-    return loss.view(input.shape[:-1]), state
+def _per_row(operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return row_losses(decode(problem, tuple(scalars)), operands, dtype)
 
 
 def _gradient(
-    input: Tensor,
-    target: Tensor,
-    state: Tensor | None,
-    grad_out: Tensor,
-    problem: str,
-    scalars: Sequence[float],
-    of_input: bool,
-    of_target: bool,
+    operands: Operands, problem: str, scalars: Scalars, state: Tensor | None, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
-    decoded = decode(problem, tuple(scalars))
-    d_input, d_target = write_gradients(decoded, input, target, state, grad_out, (of_input, of_target))
-    return input.new_empty(0) if d_input is None else d_input, target.new_empty(0) if d_target is None else d_target
+    d_input, d_target = write_gradients(decode(problem, tuple(scalars)), operands, state, wants)
+    empty = operands.input.new_empty(0), operands.target.new_empty(0)
+    return empty[0] if d_input is None else d_input, empty[1] if d_target is None else d_target
 
 
-library.impl("value", _value, "CompositeExplicitAutograd")
-library.impl("per_row", _per_row, "CompositeExplicitAutograd")
-library.impl("gradient", _gradient, "CompositeExplicitAutograd")
+def _fake_value(operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype) -> Tensor:
+    return operands.input.new_empty((), dtype=dtype)
+
+
+def _fake_per_row(operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = operands.input.shape[:-1]
+    state = packed(math.prod(rows), state_fields(decode(problem, tuple(scalars))), operands.input)
+    return operands.input.new_empty(rows, dtype=dtype), state
+
+
+def _fake_gradient(
+    operands: Operands, problem: str, scalars: Scalars, state: Tensor | None, wants: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    d_input, d_target = (t.new_empty(t.shape if w else (0,)) for t, w in zip(operands[:2], wants, strict=True))
+    return d_input, d_target
+
+
+for name, function, fake in (
+    ("value", _value, _fake_value),
+    ("per_row", _per_row, _fake_per_row),
+    ("gradient", _gradient, _fake_gradient),
+):
+    library.impl(name, of_fields(Operands, function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kullback::{name}", of_fields(Operands, fake), lib=library)
 
 value = torch.ops.kullback.value.default
 per_row = torch.ops.kullback.per_row.default
 gradient = torch.ops.kullback.gradient.default
 
 
-@torch.library.register_fake("kullback::value", lib=library)
-def _(
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    scale: float,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
-) -> Tensor:
-    return input.new_empty((), dtype=dtype)
-
-
-@torch.library.register_fake("kullback::per_row", lib=library)
-def _(
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    rows = input.shape[:-1]
-    state = packed(math.prod(rows), state_fields(decode(problem, tuple(scalars))), input)
-    return input.new_empty(rows, dtype=dtype), state
-
-
-@torch.library.register_fake("kullback::gradient", lib=library)
-def _(
-    input: Tensor,
-    target: Tensor,
-    state: Tensor | None,
-    grad_out: Tensor,
-    problem: str,
-    scalars: Sequence[float],
-    of_input: bool,
-    of_target: bool,
-) -> tuple[Tensor, Tensor]:
-    return (
-        input.new_empty(input.shape if of_input else (0,)),
-        target.new_empty(target.shape if of_target else (0,)),
-    )
-
-
 # vmap: a batch of problems is one problem of more rows.
-
-Dims = tuple[int | None, ...]
 
 
 class BatchInfo(Protocol):
@@ -199,74 +152,62 @@ class BatchInfo(Protocol):
     batch_size: int
 
 
+Dims: TypeAlias = tuple[int | None, ...]
+
+
 def batch_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _row_vectors(tensor: Tensor, dim: int | None, rows: torch.Size) -> Tensor:
-    """A row vector for each problem of the batch, or one number for each, as [batch, *rows]."""
-    tensor = batch_first(tensor, dim, rows[0])
-    return tensor.reshape(*tensor.shape, *[1] * (len(rows) - tensor.dim())).expand(rows)
+def _batched(info: BatchInfo, dims: Dims, operands: Operands) -> Operands:
+    """[batch, ..., vocab]; of each operand of rows a vector for each problem of the batch, or one number for each."""
+    x, y = (batch_first(t, dim, info.batch_size) for t, dim in zip(operands[:2], dims, strict=False))
+
+    def row_vectors(tensor: Tensor, dim: int | None) -> Tensor:
+        tensor = batch_first(tensor, dim, info.batch_size)
+        return tensor.reshape(*tensor.shape, *[1] * (x.dim() - 1 - tensor.dim())).expand(x.shape[:-1])
+
+    of_rows = zip(operands.of_rows, dims[2:], strict=False)
+    return Operands(x, y, *(None if t is None else row_vectors(t, dim) for t, dim in of_rows))
 
 
-@torch.library.register_vmap("kullback::per_row", lib=library)
-def _(
-    info: BatchInfo,
-    in_dims: Dims,
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    x = batch_first(input, in_dims[0], info.batch_size)
-    y = batch_first(target, in_dims[1], info.batch_size)
-    if row_weight is not None:
-        row_weight = _row_vectors(row_weight, in_dims[2], x.shape[:-1])
-    loss, state = per_row(x, y, row_weight, problem, scalars, dtype)
-    return (loss, state.view(state.size(0), info.batch_size, math.prod(x.shape[1:-1]))), (0, 1)
-
-
-@torch.library.register_vmap("kullback::value", lib=library)
-def _(
-    info: BatchInfo,
-    in_dims: Dims,
-    input: Tensor,
-    target: Tensor,
-    row_weight: Tensor | None,
-    scale: float,
-    problem: str,
-    scalars: Sequence[float],
-    dtype: torch.dtype,
+def _vmap_value(
+    info: BatchInfo, dims: Dims, operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    x = batch_first(input, in_dims[0], info.batch_size)
-    y = batch_first(target, in_dims[1], info.batch_size)
-    if row_weight is not None:
-        row_weight = _row_vectors(row_weight, in_dims[2], x.shape[:-1])
-    loss = per_row(x, y, row_weight, problem, scalars, accumulator(x))[0]
-    return (loss.view(info.batch_size, math.prod(x.shape[1:-1])).sum(-1) * scale).to(dtype), 0
+    given = _batched(info, dims, operands)
+    loss = per_row(*given, problem, scalars, accumulator(given.input))[0]
+    return (loss.view(info.batch_size, math.prod(loss.shape[1:])).sum(-1) * scale).to(dtype), 0
 
 
-@torch.library.register_vmap("kullback::gradient", lib=library)
-def _(
-    info: BatchInfo,
-    in_dims: Dims,
-    input: Tensor,
-    target: Tensor,
-    state: Tensor | None,
-    grad_out: Tensor,
-    problem: str,
-    scalars: Sequence[float],
-    of_input: bool,
-    of_target: bool,
+def _vmap_per_row(
+    info: BatchInfo, dims: Dims, operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    x = batch_first(input, in_dims[0], info.batch_size)
-    y = batch_first(target, in_dims[1], info.batch_size)
-    grad_out = _row_vectors(grad_out, in_dims[3], x.shape[:-1])
+    loss, state = per_row(*_batched(info, dims, operands), problem, scalars, dtype)
+    return (loss, state.view(state.size(0), info.batch_size, math.prod(loss.shape[1:]))), (0, 1)
+
+
+def _vmap_gradient(
+    info: BatchInfo,
+    dims: Dims,
+    operands: Operands,
+    problem: str,
+    scalars: Scalars,
+    state: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     # The states of one problem would not fit a batch of upstream gradients: they are found anew.
-    d_input, d_target = gradient(x, y, None, grad_out, problem, scalars, of_input, of_target)
-    return (
-        d_input if of_input else d_input.new_empty(info.batch_size, 0),
-        d_target if of_target else d_target.new_empty(info.batch_size, 0),
-    ), (0, 0)
+    results = gradient(*_batched(info, dims, operands), problem, scalars, None, list(wants))
+    d_input, d_target = (d if want else d.new_empty(info.batch_size, 0) for d, want in zip(results, wants, strict=True))
+    return (d_input, d_target), (0, 0)
+
+
+def _register_vmap(name: str, rule: Callable[..., object]) -> None:
+    def flat(info: BatchInfo, dims: Dims, *arguments: Any) -> object:
+        count = len(Operands._fields)
+        return rule(info, dims, Operands._make(arguments[:count]), *arguments[count:])
+
+    torch.library.register_vmap(f"kullback::{name}", flat, lib=library)
+
+
+for name, rule in (("value", _vmap_value), ("per_row", _vmap_per_row), ("gradient", _vmap_gradient)):
+    _register_vmap(name, rule)

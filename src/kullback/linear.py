@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kullback import backends, topk
 from kullback.autograd import Context, Gradients, waits_for_scaler, weighted, widened
-from kullback.library import PROBLEM, library
+from kullback.library import Scalars, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
 from kullback.tracing import is_traced
-from kullback.work import Rows, Scale, as_rows
+from kullback.work import Operands, Rows, Scale, as_rows
 
 # All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
 # together, and the fewer rows that product has the slower it is; one that only projects does well with a thousand:
@@ -35,32 +35,59 @@ ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors wa
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
 
 
-class Operands(NamedTuple):
-    """Both models' rows, as operators take them. A target without a head is what the problem's form says."""
+class Models(NamedTuple):
+    """The tensors that a call reads: both models' rows, and what else has a number for each row."""
 
     hidden: Tensor  # [rows, hidden]
     weight: Tensor  # [vocab, hidden]
     bias: Tensor | None  # [vocab]
-    target: Tensor  # [rows, hidden of the teacher], or [rows, vocab], or [rows, k (+ 1)]
+    target: Tensor  # [rows, hidden of the teacher]; without a head what the problem's form says, or [rows, k (+ 1)]
     target_weight: Tensor | None
     target_bias: Tensor | None
-    ids: Tensor | None  # [rows, k]: of a top-k teacher
+    ids: Tensor | None = None  # [rows, k]: of a top-k teacher
+    row_weight: Tensor | None = None  # and further ones as `Operands` has them
+
+    @property
+    def of_rows(self) -> tuple[Tensor | None, ...]:
+        """Those that have a number for each row, in the order of `Operands.of_rows`."""
+        return self[7:]
+
+
+GRADIENTS = 6  # of the first operands, at most
 
 
 class Task(NamedTuple):
-    """What is asked of operands."""
+    """What is asked of models' rows."""
 
     problem: Problem
     negligible: float  # of a top-k teacher: a tail that is no more may be rounding
     dtype: torch.dtype  # of the loss
     chunk_rows: int  # 0: as many as fit CHUNK_BYTES
-    wants: tuple[bool, ...]  # the gradients of the first six operands
+    wants: tuple[bool, ...]  # the gradients of the first operands
+
+    @property
+    def key(self) -> str:
+        """All but the numbers, in a word each; with `scalars` what an operator takes."""
+        wants = "".join(str(int(wanted)) for wanted in self.wants)
+        return f"{self.problem.key} {str(self.dtype).removeprefix('torch.')} {self.chunk_rows} {wants}"
+
+    @property
+    def scalars(self) -> tuple[float, ...]:
+        return *self.problem.scalars, self.negligible
 
 
-TASK = f"{PROBLEM}, float negligible, ScalarType dtype, int chunk_rows, bool[] wants"
-library.define(f"linear_total(Tensor?[] operands, Tensor? row_weight, float scale, {TASK}) -> Tensor[]")
-library.define(f"linear_per_row(Tensor?[] operands, Tensor? row_weight, {TASK}) -> (Tensor, Tensor)")
-library.define(f"linear_gradient(Tensor?[] operands, Tensor state, Tensor grad_out, {TASK}) -> Tensor[]")
+def decode_task(key: str, scalars: Scalars) -> Task:
+    """The task of that key and those scalars."""
+    problem, dtype, chunk_rows, wants = key.rsplit(" ", 3)
+    *numbers, negligible = scalars
+    decoded = decode(problem, tuple(numbers))
+    return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), tuple(wanted == "1" for wanted in wants))
+
+
+ROWS = f"{schema_of(Models)}, str task, float[] scalars"
+library.define(f"linear_total({ROWS}, float scale) -> Tensor[]")
+library.define(f"linear_per_row({ROWS}) -> (Tensor, Tensor)")
+library.define(f"linear_gradient({ROWS}, Tensor state) -> Tensor[]")
 
 
 class ModelRows:
@@ -160,44 +187,44 @@ class ModelRows:
 
 
 class Chunks:
-    """The rows of operands, a chunk at a time, both sides projected."""
+    """Both models' rows, a chunk at a time, both sides projected."""
 
-    def __init__(self, task: Task, operands: Operands, row_weight: Tensor | None) -> None:
-        self.task, self.ids, self.row_weight = task, operands.ids, row_weight
-        self.rows = operands.hidden.size(0)
-        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(operands, task.wants)
+    def __init__(self, task: Task, models: Models) -> None:
+        self.task, self.models = task, models
+        self.rows = models.hidden.size(0)
+        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants)
         self.step, of_student, of_teacher = plan
-        self.student = ModelRows(*operands[:3], task.wants[:3], of_student, row_weight)
-        self.teacher = ModelRows(*operands[3:6], task.wants[3:], of_teacher, row_weight)
+        self.student = ModelRows(*models[:3], task.wants[:3], of_student, models.row_weight)
+        self.teacher = ModelRows(*models[3:6], task.wants[3:], of_teacher, models.row_weight)
 
     def __iter__(self) -> Iterator[tuple[slice, Rows]]:
         """Each chunk's rows, and a record to be completed; whatever it found is pulled back before the next comes."""
         for start in range(0, self.rows, self.step):
             rows = slice(start, start + self.step)
             x, y = self.student.values(rows), self.teacher.values(rows)
-            weight = None if self.row_weight is None else self.row_weight[rows].contiguous()
+            of_rows = (None if t is None else t[rows].contiguous() for t in self.models.of_rows)
             d_x, d_y = self.student.place(rows, x), self.teacher.place(rows, y)
-            yield rows, Rows(self.task.problem, x, y, row_weight=weight, d_input=d_x, d_target=d_y)
+            yield rows, Rows(self.task.problem, Operands(x, y, *of_rows), d_input=d_x, d_target=d_y)
             self.student.pull_back(rows)
             self.teacher.pull_back(rows)
 
     def run(self, rows: slice, work: Rows) -> None:
-        if self.ids is None:
+        if self.models.ids is None:
             backends.run(work)
         else:
-            topk.run_at_ids(work, self.ids[rows], self.task.negligible)
+            topk.run_at_ids(work, self.models.ids[rows], self.task.negligible)
 
     def gradients(self) -> list[Tensor]:
         return [*self.student.gradients(), *self.teacher.gradients()]
 
 
-def plan_chunks(operands: Operands, wants: Sequence[bool]) -> tuple[int, int, int]:
+def plan_chunks(models: Models, wants: Sequence[bool]) -> tuple[int, int, int]:
     """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in CHUNK_BYTES.
 
     Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed.
     """
-    rows = operands.hidden.size(0)
-    heads = operands.weight, operands.target_weight
+    rows = models.hidden.size(0)
+    heads = models.weight, models.target_weight
     sizes = [0 if weight is None else weight.size(0) * weight.itemsize for weight in heads]
     keeps = [size > 0 and wanted for size, wanted in zip(sizes, (wants[1], wants[4]), strict=True)]
     kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
@@ -221,88 +248,71 @@ def _even(rows: int) -> int:
     return max(1, rows if rows < TILE else rows // TILE * TILE)
 
 
-def sum_losses(task: Task, operands: Operands, row_weight: Tensor | None, scale: float) -> list[Tensor]:
+def sum_losses(task: Task, models: Models, scale: float) -> list[Tensor]:
     """scale · Σ row_weight · loss, 0-d, and the gradients that are wanted."""
-    chunks = Chunks(task, operands, row_weight)
+    chunks = Chunks(task, models)
     totals = []
     for rows, work in chunks:
-        total = operands.hidden.new_empty((), dtype=accumulator(operands.hidden))
+        total = models.hidden.new_empty((), dtype=accumulator(models.hidden))
         chunks.run(rows, work._replace(scale=scale, total=total))
         totals.append(total)
-    loss = torch.stack(totals).sum() if totals else operands.hidden.new_zeros(())
+    loss = torch.stack(totals).sum() if totals else models.hidden.new_zeros(())
     return [loss.to(task.dtype), *chunks.gradients()]
 
 
-def row_losses(task: Task, operands: Operands, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def row_losses(task: Task, models: Models) -> tuple[Tensor, Tensor]:
     """row_weight · loss of each row, and the rows' states."""
-    chunks = Chunks(task._replace(wants=(False,) * 6), operands, row_weight)
-    loss, states = operands.hidden.new_empty(chunks.rows, dtype=task.dtype), []
+    chunks = Chunks(task._replace(wants=(False,) * GRADIENTS), models)
+    loss, states = models.hidden.new_empty(chunks.rows, dtype=task.dtype), []
     for rows, work in chunks:
         states.append(packed(work.input.size(0), len(RowState._fields), loss))
         chunks.run(rows, work._replace(loss=loss[rows], found=states[-1]))
     return loss, torch.cat(states, -1) if states else packed(0, len(RowState._fields), loss)
 
 
-def pull_back(task: Task, operands: Operands, state: Tensor, grad_out: Tensor) -> list[Tensor]:
-    """The wanted gradients of Σ grad_out · loss."""
-    chunks = Chunks(task, operands, grad_out)
+def write_gradients(task: Task, models: Models, state: Tensor) -> list[Tensor]:
+    """The wanted gradients of Σ row_weight · loss."""
+    chunks = Chunks(task, models)
     for rows, work in chunks:
         chunks.run(rows, work._replace(verb="gradient", known=state[:, rows].contiguous()))
     return chunks.gradients()
 
 
-OptionalTensors: TypeAlias = Sequence[Tensor | None]
+def _total(models: Models, task: str, scalars: Scalars, scale: float) -> list[Tensor]:
+    return sum_losses(decode_task(task, scalars), models, scale)
 
 
-def _task(
-    problem: str,
-    scalars: Sequence[float],
-    negligible: float,
-    dtype: torch.dtype,
-    chunk_rows: int,
-    wants: Sequence[bool],
-) -> Task:
-    return Task(decode(problem, tuple(scalars)), negligible, dtype, chunk_rows, tuple(wants))
+def _per_row(models: Models, task: str, scalars: Scalars) -> tuple[Tensor, Tensor]:
+    return row_losses(decode_task(task, scalars), models)
 
 
-def _total(operands: OptionalTensors, row_weight: Tensor | None, scale: float, *task: Any) -> list[Tensor]:
-    return sum_losses(_task(*task), Operands._make(operands), row_weight, scale)
+def _gradient(models: Models, task: str, scalars: Scalars, state: Tensor) -> list[Tensor]:
+    return write_gradients(decode_task(task, scalars), models, state)
 
 
-def _per_row(operands: OptionalTensors, row_weight: Tensor | None, *task: Any) -> tuple[Tensor, Tensor]:
-    return row_losses(_task(*task), Operands._make(operands), row_weight)
+def _fake_total(models: Models, task: str, scalars: Scalars, scale: float) -> list[Tensor]:
+    asked = decode_task(task, scalars)
+    wanted = zip(models[:GRADIENTS], asked.wants, strict=True)
+    gradients = (t.new_empty(t.shape) for t, wants in wanted if wants and t is not None)
+    return [models.hidden.new_empty((), dtype=asked.dtype), *gradients]
 
 
-def _gradient(operands: OptionalTensors, state: Tensor, grad_out: Tensor, *task: Any) -> list[Tensor]:
-    return pull_back(_task(*task), Operands._make(operands), state, grad_out)
-
-
-library.impl("linear_total", _total, "CompositeExplicitAutograd")
-library.impl("linear_per_row", _per_row, "CompositeExplicitAutograd")
-library.impl("linear_gradient", _gradient, "CompositeExplicitAutograd")
-
-
-def _fake_gradients(operands: Operands, task: Task) -> list[Tensor]:
-    wanted = zip(operands[:6], task.wants, strict=True)
-    return [t.new_empty(t.shape) for t, wants in wanted if wants and t is not None]
-
-
-@torch.library.register_fake("kullback::linear_total", lib=library)
-def _(operands: OptionalTensors, row_weight: Tensor | None, scale: float, *task: Any) -> list[Tensor]:
-    asked, given = _task(*task), Operands._make(operands)
-    return [given.hidden.new_empty((), dtype=asked.dtype), *_fake_gradients(given, asked)]
-
-
-@torch.library.register_fake("kullback::linear_per_row", lib=library)
-def _(operands: OptionalTensors, row_weight: Tensor | None, *task: Any) -> tuple[Tensor, Tensor]:
-    hidden = Operands._make(operands).hidden
-    loss = hidden.new_empty(hidden.size(0), dtype=_task(*task).dtype)
+def _fake_per_row(models: Models, task: str, scalars: Scalars) -> tuple[Tensor, Tensor]:
+    loss = models.hidden.new_empty(models.hidden.size(0), dtype=decode_task(task, scalars).dtype)
     return loss, packed(loss.size(0), len(RowState._fields), loss)
 
 
-@torch.library.register_fake("kullback::linear_gradient", lib=library)
-def _(operands: OptionalTensors, state: Tensor, grad_out: Tensor, *task: Any) -> list[Tensor]:
-    return _fake_gradients(Operands._make(operands), _task(*task))
+def _fake_gradient(models: Models, task: str, scalars: Scalars, state: Tensor) -> list[Tensor]:
+    return _fake_total(models, task, scalars, 1.0)[1:]
+
+
+for name, function, fake in (
+    ("linear_total", _total, _fake_total),
+    ("linear_per_row", _per_row, _fake_per_row),
+    ("linear_gradient", _gradient, _fake_gradient),
+):
+    library.impl(name, of_fields(Models, function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kullback::{name}", of_fields(Models, fake), lib=library)
 
 
 ONCE = "linear_divergence does not support double backward; use divergence(F.linear(input, weight), ...)"
@@ -314,16 +324,14 @@ class LinearTotal(torch.autograd.Function):
     """scale · Σ row_weight · loss, and the gradients of all that wants one, found in the same pass."""
 
     @staticmethod
-    def forward(ctx: Context, task: Task, row_weight: Tensor | None, scale: float, *tensors: Tensor | None) -> Tensor:
-        operands = Operands._make(tensors)
-        if is_traced(*(t for t in tensors if t is not None)):
-            results: list[Tensor] = torch.ops.kullback.linear_total.default(
-                operands, row_weight, scale, *_arguments(task)
-            )
+    def forward(ctx: Context, task: Task, scale: float, *models: Tensor | None) -> Tensor:
+        results: list[Tensor]
+        if is_traced(*(t for t in models if t is not None)):
+            results = torch.ops.kullback.linear_total.default(*models, task.key, task.scalars, scale)
         else:
-            results = sum_losses(task, operands, row_weight, scale)
+            results = sum_losses(task, Models._make(models), scale)
         loss, *gradients = results
-        ctx.task, ctx.backend = task, backends.forced()
+        ctx.task, ctx.backend, ctx.count = task, backends.forced(), len(models)
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -338,69 +346,63 @@ class LinearTotal(torch.autograd.Function):
             with backends.restored(ctx.backend):
                 for gradient in gradients:
                     backends.run(Scale(gradient, grad_out))
-        return None, None, None, *_spread(ctx.task, gradients)
+        return None, None, *_spread(ctx, gradients)
 
 
 class LinearPerRow(torch.autograd.Function):
     """row_weight · loss of each row; backward projects again and starts from the rows' states."""
 
     @staticmethod
-    def forward(ctx: Context, task: Task, row_weight: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        operands = Operands._make(tensors)
-        if is_traced(*(t for t in tensors if t is not None)):
-            results: tuple[Tensor, Tensor] = torch.ops.kullback.linear_per_row.default(
-                operands, row_weight, *_arguments(task)
-            )
+    def forward(ctx: Context, task: Task, *models: Tensor | None) -> Tensor:
+        results: tuple[Tensor, Tensor]
+        if is_traced(*(t for t in models if t is not None)):
+            results = torch.ops.kullback.linear_per_row.default(*models, task.key, task.scalars)
         else:
-            results = row_losses(task, operands, row_weight)
+            results = row_losses(task, Models._make(models))
         loss, state = results
-        ctx.task, ctx.backend = task, backends.forced()
-        ctx.save_for_backward(row_weight, state, *tensors)
+        ctx.task, ctx.backend, ctx.count = task, backends.forced(), len(models)
+        ctx.save_for_backward(state, *models)
         return loss
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE)
-        row_weight, state, *tensors = ctx.saved_tensors
-        operands, grad_out = Operands._make(tensors), weighted(widened(grad_out), row_weight)
-        if is_traced(grad_out, *(t for t in tensors if t is not None)):
-            gradients = torch.ops.kullback.linear_gradient.default(operands, state, grad_out, *_arguments(ctx.task))
+        state, *saved = ctx.saved_tensors
+        task, models = ctx.task, Models._make(saved)
+        models = models._replace(row_weight=weighted(widened(grad_out), models.row_weight))
+        if is_traced(*(t for t in models if t is not None)):
+            gradients = torch.ops.kullback.linear_gradient.default(*models, task.key, task.scalars, state)
         else:
             with backends.restored(ctx.backend):
-                gradients = pull_back(ctx.task, operands, state, grad_out)
-        return None, None, *_spread(ctx.task, gradients)
+                gradients = write_gradients(task, models, state)
+        return None, *_spread(ctx, gradients)
 
 
-def _arguments(task: Task) -> tuple[Any, ...]:
-    """As operators take them."""
-    problem, negligible, dtype, chunk_rows, wants = task
-    return problem.key, problem.scalars, negligible, dtype, chunk_rows, list(wants)
-
-
-def _spread(task: Task, gradients: Sequence[Tensor]) -> Gradients:
-    """Those that were wanted, each in its operand's place; none of the ids."""
+def _spread(ctx: Context, gradients: Sequence[Tensor]) -> Gradients:
+    """Those that were wanted, each in its operand's place."""
     remaining = iter(gradients)
-    return *(next(remaining) if wanted else None for wanted in task.wants), None
+    wanted = (next(remaining) if wanted else None for wanted in ctx.task.wants)
+    return *wanted, *(None for _ in range(ctx.count - GRADIENTS))
 
 
-def task_of(problem: Problem, operands: Operands, negligible: float, dtype: torch.dtype, chunk_rows: int) -> Task:
+def task_of(problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int) -> Task:
     """The task, with the gradients that autograd will ask for."""
     enabled = torch.is_grad_enabled()
-    wants = tuple(enabled and t is not None and t.requires_grad for t in operands[:6])
+    wants = tuple(enabled and t is not None and t.requires_grad for t in models[:GRADIENTS])
     return Task(problem, negligible, dtype, chunk_rows, wants)
 
 
-def total(task: Task, operands: Operands, row_weight: Tensor | None, scale: float) -> Tensor:
+def total(task: Task, models: Models, scale: float) -> Tensor:
     """scale · Σ row_weight · loss, 0-d."""
-    if any(task.wants) and waits_for_scaler(operands.hidden, operands.target):
-        return (per_row(task, operands, row_weight).sum() * scale).to(task.dtype)
-    return LinearTotal.apply(task, row_weight, scale, *operands)  # type: ignore[no-any-return]
+    if any(task.wants) and waits_for_scaler(models.hidden, models.target):
+        return (per_row(task, models).sum() * scale).to(task.dtype)
+    return LinearTotal.apply(task, scale, *models)  # type: ignore[no-any-return]
 
 
-def per_row(task: Task, operands: Operands, row_weight: Tensor | None) -> Tensor:
+def per_row(task: Task, models: Models) -> Tensor:
     """row_weight · loss of each row."""
     if any(task.wants) and not torch.compiler.is_compiling():
         # What inference mode made cannot be saved for backward; a copy made outside of it can.
-        operands = Operands._make(t.clone() if t is not None and t.is_inference() else t for t in operands)
-    return LinearPerRow.apply(task, row_weight, *operands)  # type: ignore[no-any-return]
+        models = Models._make(t.clone() if t is not None and t.is_inference() else t for t in models)
+    return LinearPerRow.apply(task, *models)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from kullback.problem import accumulator
 from kullback.tracing import in_functorch
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A reduction of rows, as two steps: kernels find `scale` · Σ `row_weight` · loss, or each row's; then `finish`."""
 
     row_weight: Tensor | None  # [rows] or 0-d; None: 1

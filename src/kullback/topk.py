@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,28 +18,25 @@ from torch import Tensor
 from kullback import autograd, backends, library
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
-from kullback.library import PROBLEM, BatchInfo, Dims, batch_first, state_fields
+from kullback.library import BatchInfo, Dims, Scalars, batch_first, write_sum
 from kullback.library import library as operators
 from kullback.problem import Problem, Side, decode, kept_dtype
-from kullback.state import packed
 from kullback.tracing import is_traced
-from kullback.work import Entries, Gather, Rows, Scatter, TopK, as_rows, row_vector
+from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, row_vector
 
-operators.define(f"gather(Tensor input, Tensor ids, {PROBLEM}, bool tail) -> Tensor")
-operators.define(f"scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, {PROBLEM}) -> Tensor")
+operators.define("gather(Tensor input, Tensor ids, str problem, float[] scalars, bool tail) -> Tensor")
+operators.define(
+    "scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, str problem, float[] scalars) -> Tensor"
+)
 
 
 class Teacher(NamedTuple):
-    """A teacher at its tokens."""
+    """Where a teacher is known, and how it and the student are to be read. Its entries are an operand."""
 
     ids: Tensor  # [..., k], distinct; -1 where there is none
-    target: Tensor  # [..., k (+ 1)], as logits (to be normalised) or log-probabilities; with one more the tail
     problem: Problem  # of the student, as `Gather` reads it, and the target
     negligible: float  # a tail of the target that is no more may be what rounding left of 1 - 1
-
-    @property
-    def has_tail(self) -> bool:
-        return self.target.size(-1) > self.ids.size(-1)
+    has_tail: bool  # whether the target has one outcome more than ids
 
 
 def entries_of(form: str, tail: str, input_form: str, vocab: int) -> TopK:
@@ -48,8 +44,13 @@ def entries_of(form: str, tail: str, input_form: str, vocab: int) -> TopK:
     return TopK(form, tail, tail == "renormalize" or (input_form == "logits" and tail != "zero"), vocab)
 
 
-def teacher(problem: Problem, values: Tensor, indices: Tensor, of: TopK, row_weight: Tensor | None) -> Teacher:
-    """Of its entries; rows of weight 0 do not count, whatever their entries."""
+def teacher(
+    problem: Problem, values: Tensor, indices: Tensor, of: TopK, row_weight: Tensor | None
+) -> tuple[Teacher, Tensor]:
+    """A teacher of these entries, and the target: [..., k (+ 1)], logits to be normalised or log-probabilities.
+
+    Rows of weight 0 do not count, whatever their entries.
+    """
     skipped = None if row_weight is None else row_weight.detach() == 0
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
         ids, target = in_torch.entries(problem, values, indices, skipped, of)
@@ -61,7 +62,8 @@ def teacher(problem: Problem, values: Tensor, indices: Tensor, of: TopK, row_wei
     log_vocab = math.log(max(of.vocab - ids.size(-1), 1))
     negligible = log_vocab + (math.log(4 * torch.finfo(values.dtype).eps) - log_vocab) / problem.target.temperature
     side = problem.target._replace(form="logits" if of.as_logits else "log_probs")
-    return Teacher(ids, target, dataclasses.replace(problem, target=side), negligible)
+    has_tail = target.size(-1) > ids.size(-1)
+    return Teacher(ids, dataclasses.replace(problem, target=side), negligible, has_tail), target
 
 
 def at_ids(problem: Problem, form: str = "logits") -> Problem:
@@ -84,19 +86,20 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     if has_tail:
         y = in_torch.without_rounding(gathered, y, negligible, problem.input.form)
     d_gathered = None if work.d_input is None else torch.empty_like(gathered)
-    backends.run(work._replace(problem=at_ids(problem), input=gathered, target=y, d_input=d_gathered))
+    operands = work.operands._replace(input=gathered, target=y)
+    backends.run(work._replace(problem=at_ids(problem), operands=operands, d_input=d_gathered))
     if work.d_input is not None and d_gathered is not None:
         backends.run(Scatter(problem, x, ids, gathered, d_gathered, work.d_input))
 
 
-def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Sequence[float], tail: bool) -> Tensor:
+def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool) -> Tensor:
     decoded = decode(problem, tuple(scalars))
     gathered = gather(decoded, decoded.narrow(as_rows(input)), ids.reshape(-1, ids.size(-1)), tail)
     return gathered.view(*ids.shape[:-1], gathered.size(-1))
 
 
 def _scatter(
-    input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Sequence[float]
+    input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Scalars
 ) -> Tensor:
     return scatter(decode(problem, tuple(scalars)), input, ids, gathered, d_gathered)
 
@@ -117,14 +120,12 @@ operators.impl("scatter", _scatter, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kullback::gather", lib=operators)
-def _(input: Tensor, ids: Tensor, problem: str, scalars: Sequence[float], tail: bool) -> Tensor:
+def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool) -> Tensor:
     return input.new_empty((*ids.shape[:-1], ids.size(-1) + int(tail)), dtype=kept_dtype(input.dtype))
 
 
 @torch.library.register_fake("kullback::scatter", lib=operators)
-def _(
-    input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Sequence[float]
-) -> Tensor:
+def _(input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Scalars) -> Tensor:
     return input.new_empty(input.shape)
 
 
@@ -133,7 +134,7 @@ def _(
 
 @torch.library.register_vmap("kullback::gather", lib=operators)
 def _(
-    info: BatchInfo, in_dims: Dims, input: Tensor, ids: Tensor, problem: str, scalars: Sequence[float], tail: bool
+    info: BatchInfo, in_dims: Dims, input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool
 ) -> tuple[Tensor, int]:
     input, ids = (batch_first(t, dim, info.batch_size) for t, dim in zip((input, ids), in_dims, strict=False))
     return torch.ops.kullback.gather.default(input, ids, problem, scalars, tail), 0
@@ -148,7 +149,7 @@ def _(
     gathered: Tensor,
     d_gathered: Tensor,
     problem: str,
-    scalars: Sequence[float],
+    scalars: Scalars,
 ) -> tuple[Tensor, int]:
     tensors = (input, ids, gathered, d_gathered)
     batched = [batch_first(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False)]
@@ -196,40 +197,38 @@ class ScatterRows(torch.autograd.Function):
         raise RuntimeError("topk_divergence cannot be differentiated twice")
 
 
-def on_gathered(input: Tensor, teacher: Teacher) -> tuple[Problem, Tensor, Tensor]:
+def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
-    form = teacher.problem.input.form
-    gathered: Tensor = GatherRows.apply(input, teacher.ids, teacher.problem, teacher.has_tail)
+    form, target = teacher.problem.input.form, operands.target
+    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, teacher.has_tail)
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
-        return at_ids(teacher.problem), gathered, teacher.target
-    target = in_torch.without_rounding(gathered, teacher.target, teacher.negligible, form)
-    return at_ids(teacher.problem, form), gathered, target
+        return at_ids(teacher.problem), operands._replace(input=gathered)
+    target = in_torch.without_rounding(gathered, target, teacher.negligible, form)
+    return at_ids(teacher.problem, form), operands._replace(input=gathered, target=target)
 
 
-def gathered_rows(input: Tensor, teacher: Teacher, row_weight: Tensor | None) -> Rows:
-    """The same as a record, [rows, k + 1]: for a plain call and a teacher that has a tail."""
+def gathered_rows(teacher: Teacher, operands: Operands) -> Rows:
+    """A record of the student and the teacher at the teacher's tokens, [rows, k + 1]."""
     problem = teacher.problem
-    ids, target = (t.reshape(-1, t.size(-1)) for t in (teacher.ids, teacher.target))
-    x = problem.narrow(as_rows(input))
+    x = problem.narrow(as_rows(operands.input))
+    ids, target = (t.reshape(-1, t.size(-1)) for t in (teacher.ids, operands.target))
     gathered = x.new_empty(x.size(0), ids.size(1) + 1, dtype=kept_dtype(x.dtype))
     backends.run(Gather(problem, x, ids, gathered, target, teacher.negligible))
-    weight = row_vector(row_weight, x.size(0))
-    return Rows(at_ids(problem, problem.input.form), gathered, target, row_weight=weight)
+    of_rows = (None if t is None else row_vector(t, x.size(0)) for t in operands.of_rows)
+    return Rows(at_ids(problem, problem.input.form), Operands(gathered, target, *of_rows))
 
 
 class TopKTotal(torch.autograd.Function):
     """scale · Σ row_weight · loss at a teacher's tokens; of the gradient the few numbers that it follows from."""
 
     @staticmethod
-    def forward(
-        ctx: Context, input: Tensor, teacher: Teacher, row_weight: Tensor | None, scale: float, dtype: torch.dtype
-    ) -> Tensor:
-        rows = gathered_rows(input, teacher, row_weight)
-        total, d_gathered = input.new_empty((), dtype=dtype), torch.empty_like(rows.input)
-        backends.run(rows._replace(scale=scale, total=total, d_input=d_gathered))
-        ctx.problem, ctx.backend = teacher.problem, backends.forced()
-        ctx.save_for_backward(input, teacher.ids, rows.input, d_gathered)
+    def forward(ctx: Context, teacher: Teacher, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        given = Operands._make(operands)
+        rows = gathered_rows(teacher, given)
+        total, d_gathered, _ = write_sum(rows._replace(scale=scale, d_input=torch.empty_like(rows.input)), dtype)
+        ctx.problem, ctx.backend, ctx.count = teacher.problem, backends.forced(), len(operands)
+        ctx.save_for_backward(given.input, teacher.ids, rows.input, d_gathered)
         return total
 
     @staticmethod
@@ -237,35 +236,35 @@ class TopKTotal(torch.autograd.Function):
         input, ids, gathered, d_gathered = ctx.saved_tensors
         # 0 in rows that do not count, even if the upstream gradient is infinite
         d_gathered = torch.where(d_gathered == 0, 0.0, d_gathered * grad_out.to(d_gathered.dtype))
-        return _scattered(ctx, input, ids, gathered, d_gathered), None, None, None, None
+        d_input = _scattered(ctx, input, ids, gathered, d_gathered)
+        return None, None, None, d_input, *(None for _ in range(ctx.count - 1))
 
 
 class TopKPerRow(torch.autograd.Function):
     """row_weight · loss of each row at a teacher's tokens."""
 
     @staticmethod
-    def forward(ctx: Context, input: Tensor, teacher: Teacher, row_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-        rows = gathered_rows(input, teacher, row_weight)
-        loss, state = rows.input.new_empty(rows.input.size(0), dtype=dtype), None
-        if fields := state_fields(rows.problem):
-            state = packed(loss.size(0), fields, loss)
-        backends.run(rows._replace(loss=loss, found=state))
+    def forward(ctx: Context, teacher: Teacher, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        given = Operands._make(operands)
+        rows = gathered_rows(teacher, given)
+        loss, state = library.row_losses(rows.problem, rows.operands, dtype)
         ctx.problem, ctx.gathered_problem, ctx.backend = teacher.problem, rows.problem, backends.forced()
-        ctx.save_for_backward(input, teacher.ids, rows.input, rows.target, state, row_weight)
-        return loss.view(input.shape[:-1])
+        ctx.save_for_backward(given.input, teacher.ids, state, *rows.operands)
+        return loss.view(given.input.shape[:-1])
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        input, ids, gathered, target, state, row_weight = ctx.saved_tensors
-        row_weight = None if row_weight is None else row_weight.reshape(-1)
-        grad_out = weighted(widened(grad_out.reshape(-1)), row_weight)
-        problem, wants = ctx.gathered_problem, (True, False)
+        input, ids, state, *saved = ctx.saved_tensors
+        operands = Operands._make(saved)
+        grad_out = weighted(widened(grad_out.reshape(-1)), operands.row_weight)
+        operands, wants = operands._replace(row_weight=grad_out), (True, False)
         if is_differentiated_again(grad_out):
-            d_gathered = autograd.Gradient.apply(gathered, target, state, grad_out, problem, wants)[0]
+            d_gathered = autograd.Gradient.apply(ctx.gathered_problem, wants, state, *operands)[0]
         else:
             with backends.restored(ctx.backend):
-                d_gathered = library.write_gradients(problem, gathered, target, state, grad_out, wants)[0]
-        return _scattered(ctx, input, ids, gathered, d_gathered), None, None, None
+                d_gathered = library.write_gradients(ctx.gathered_problem, operands, state, wants)[0]
+        d_input = _scattered(ctx, input, ids, operands.input, d_gathered)
+        return None, None, d_input, *(None for _ in saved[1:])
 
 
 def _scattered(ctx: Context, input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor) -> Tensor:
@@ -276,28 +275,27 @@ def _scattered(ctx: Context, input: Tensor, ids: Tensor, gathered: Tensor, d_gat
         return scatter(ctx.problem, input, ids, gathered, d_gathered)
 
 
-def _is_plain(input: Tensor, teacher: Teacher) -> bool:
+def _is_plain(operands: Operands, teacher: Teacher) -> bool:
     """Whether nothing traces the call, and of the teacher no gradient is wanted."""
-    return teacher.has_tail and not is_traced(input, teacher.target) and not teacher.target.requires_grad
+    return teacher.has_tail and not is_traced(*operands[:2]) and not operands.target.requires_grad
 
 
-def total(input: Tensor, teacher: Teacher, row_weight: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype) -> Tensor:
     """scale · Σ row_weight · loss, 0-d."""
-    if not _is_plain(input, teacher):
-        return autograd.total(*on_gathered(input, teacher), row_weight, scale, dtype)
-    if torch.is_grad_enabled() and input.requires_grad:
-        return TopKTotal.apply(input, teacher, row_weight, scale, dtype)  # type: ignore[no-any-return]
-    total = input.new_empty((), dtype=dtype)
-    backends.run(gathered_rows(input, teacher, row_weight)._replace(scale=scale, total=total))
-    return total
+    if not _is_plain(operands, teacher):
+        problem, gathered = on_gathered(teacher, operands)
+        return autograd.total(problem, gathered, scale, dtype)
+    if torch.is_grad_enabled() and operands.input.requires_grad:
+        return TopKTotal.apply(teacher, scale, dtype, *operands)  # type: ignore[no-any-return]
+    return write_sum(gathered_rows(teacher, operands)._replace(scale=scale), dtype)[0]
 
 
-def per_row(input: Tensor, teacher: Teacher, row_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def per_row(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row."""
-    if not _is_plain(input, teacher):
-        return autograd.per_row(*on_gathered(input, teacher), row_weight, dtype)
-    if torch.is_grad_enabled() and input.requires_grad:
-        return TopKPerRow.apply(input, teacher, row_weight, dtype)  # type: ignore[no-any-return]
-    loss = input.new_empty(math.prod(input.shape[:-1]), dtype=dtype)
-    backends.run(gathered_rows(input, teacher, row_weight)._replace(loss=loss))
-    return loss.view(input.shape[:-1])
+    if not _is_plain(operands, teacher):
+        problem, gathered = on_gathered(teacher, operands)
+        return autograd.per_row(problem, gathered, dtype)
+    if torch.is_grad_enabled() and operands.input.requires_grad:
+        return TopKPerRow.apply(teacher, dtype, *operands)  # type: ignore[no-any-return]
+    rows = gathered_rows(teacher, operands)
+    return library.row_losses(rows.problem, rows.operands, dtype)[0].view(operands.input.shape[:-1])

@@ -16,6 +16,19 @@ Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]
 VERBS: tuple[Verb, ...] = ("loss", "statistics", "accumulate", "gradient")  # as kernels number them
 
 
+class Operands(NamedTuple):
+    """The tensors that a call reads. A further operand of a row is a further field."""
+
+    input: Tensor  # [..., vocab]
+    target: Tensor  # [..., vocab]
+    row_weight: Tensor | None = None  # [rows] or one number: multiplies a row's loss and gradients, or is its upstream
+
+    @property
+    def of_rows(self) -> tuple[Tensor | None, ...]:
+        """Those that have a number for each row, in order."""
+        return self[2:]
+
+
 class Rows(NamedTuple):
     """Rows of a problem: what is read, what is wanted, and where that goes. None: not given, or not wanted.
 
@@ -23,10 +36,8 @@ class Rows(NamedTuple):
     """
 
     problem: Problem
-    input: Tensor
-    target: Tensor
+    operands: Operands
     verb: Verb = "loss"
-    row_weight: Tensor | None = None  # [rows] or one number: multiplies a row's loss and gradients, or is its upstream
     scale: float = 1.0  # multiplies the total and the gradients
     known: Tensor | None = None  # packed: to accumulate RowStats, for a gradient RowState
     found: Tensor | None = None  # packed: of a loss without gradients RowState; RowStats of statistics; RowSums
@@ -36,8 +47,20 @@ class Rows(NamedTuple):
     d_target: Tensor | None = None
 
     @property
+    def input(self) -> Tensor:
+        return self.operands.input
+
+    @property
+    def target(self) -> Tensor:
+        return self.operands.target
+
+    @property
+    def row_weight(self) -> Tensor | None:
+        return self.operands.row_weight
+
+    @property
     def device(self) -> torch.device:
-        return self.input.device
+        return self.operands.input.device
 
     @property
     def has_outputs(self) -> bool:
@@ -70,13 +93,8 @@ class Rows(NamedTuple):
 
     def split(self) -> list[Rows]:
         """As backends take them: several, where a large tensor such as logits[:, :-1] has no view as rows."""
-        weight = self.row_weight
-        if (
-            _is_plain(self.input)
-            and _is_plain(self.target)
-            and not self.problem.vocab
-            and (weight is None or weight.dim() == 1)
-        ):
+        plain = _is_plain(self.input) and _is_plain(self.target) and not self.problem.vocab
+        if plain and all(t is None or t.dim() == 1 for t in self.operands.of_rows):
             return [self]
         parts = [part._as_rows() for part in self._slabs()]
         if len(parts) == 1:
@@ -84,13 +102,12 @@ class Rows(NamedTuple):
         first = 0
         for i, part in enumerate(parts):
             last = first + part.input.size(0)
-            known, found, loss, total = (
-                None if self.known is None else self.known[:, first:last].contiguous(),
-                None if self.found is None else self.found.new_empty((self.found.size(0), last - first)),
-                None if self.loss is None else self.loss[first:last],
-                None if self.total is None else self.total.new_empty((), dtype=accumulator(self.total)),
+            parts[i] = part._replace(
+                known=None if self.known is None else self.known[:, first:last].contiguous(),
+                found=None if self.found is None else self.found.new_empty((self.found.size(0), last - first)),
+                loss=None if self.loss is None else self.loss[first:last],
+                total=None if self.total is None else self.total.new_empty((), dtype=accumulator(self.total)),
             )
-            parts[i] = part._replace(known=known, found=found, loss=loss, total=total)
             first = last
         return parts
 
@@ -103,25 +120,25 @@ class Rows(NamedTuple):
             torch.cat([part.found for part in parts if part.found is not None], -1, out=self.found)
 
     def _slabs(self) -> list[Rows]:
-        x, y, c = self.input, self.target, self.row_weight
+        x, y = self.input, self.target
         large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * max(x.size(0), 1)
         if not large or x.stride(-1) != 1 or y.stride(-1) != 1 or (_has_one_step(x) and _has_one_step(y)):
             return [self]
-        whole = [x, y, None if c is None else c.expand(x.shape[:-1]), self.d_input, self.d_target]
-        parts = zip(*(itertools.repeat(t, x.size(0)) if t is None else t.unbind() for t in whole), strict=False)
-        names = ("input", "target", "row_weight", "d_input", "d_target")
-        return [slab for part in parts for slab in self._replace(**dict(zip(names, part, strict=True)))._slabs()]
+        of_rows = [None if t is None else t.expand(x.shape[:-1]) for t in self.operands.of_rows]
+        slabs = []
+        for i in range(x.size(0)):
+            others = (None if t is None else t[i] for t in of_rows)
+            d_x, d_y = (None if t is None else t[i] for t in (self.d_input, self.d_target))
+            slab = self._replace(operands=Operands(x[i], y[i], *others), d_input=d_x, d_target=d_y)
+            slabs += slab._slabs()
+        return slabs
 
     def _as_rows(self) -> Rows:
         narrow = self.problem.narrow
-        x = narrow(as_rows(self.input))
-        return self._replace(
-            input=x,
-            target=narrow(as_rows(self.target)),
-            row_weight=row_vector(self.row_weight, x.size(0)),
-            d_input=None if self.d_input is None else narrow(as_rows(self.d_input)),
-            d_target=None if self.d_target is None else narrow(as_rows(self.d_target)),
-        )
+        x, y = (narrow(as_rows(t)) for t in (self.input, self.target))
+        of_rows = (None if t is None else row_vector(t, x.size(0)) for t in self.operands.of_rows)
+        d_x, d_y = (None if t is None else narrow(as_rows(t)) for t in (self.d_input, self.d_target))
+        return self._replace(operands=Operands(x, y, *of_rows), d_input=d_x, d_target=d_y)
 
 
 SLAB_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
@@ -219,10 +236,8 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.size(1) == 1 else tensor.contiguous()
 
 
-def row_vector(tensor: Tensor | None, rows: int) -> Tensor | None:
+def row_vector(tensor: Tensor, rows: int) -> Tensor:
     """A number for each row."""
-    if tensor is None:
-        return None
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 

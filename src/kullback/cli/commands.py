@@ -26,7 +26,7 @@ from kullback.cli import check as check_module
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
-from kullback.work import Rows
+from kullback.work import Operands, Rows
 
 app = typer.Typer(
     help="Divergences between categorical distributions: what runs here, how exact, how fast.",
@@ -82,7 +82,7 @@ def info() -> None:
     for name, backend in BACKENDS.items():
         device = "cuda" if name == "cuda" and torch.cuda.is_available() else "cpu"
         probe = torch.full((1, 2), 0.5, device=device)
-        reason = backend.why_not(Rows(problem, probe, probe))
+        reason = backend.why_not(Rows(problem, Operands(probe, probe)))
         if name == "cuda" and device == "cpu":
             reason = "no CUDA device"
         told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"

@@ -20,7 +20,7 @@ from kullback.forms import FORMS, SIDES
 from kullback.formula import TENSOR, Value
 from kullback.problem import Problem, Side, accumulator
 from kullback.state import Mode, RowState, RowStats, RowSums, finish, merge_stats, merge_sums, sums_of
-from kullback.work import Gather, Rows, Scale, Scatter, Work
+from kullback.work import Gather, Operands, Rows, Scale, Scatter, Work
 
 # Measured best on a CPU with 2 MiB of cache a core: 128K to 512K elements are within 8 %.
 CPU_CHUNK = 1 << 18
@@ -254,13 +254,13 @@ def _may_be_in_range(values: Tensor, side: Side) -> bool:
     return values.amin().item() > lower
 
 
-def gradient_by_formula(
-    problem: Problem, x: Tensor, y: Tensor, grad_out: Tensor, wants: tuple[bool, bool]
-) -> tuple[Tensor, ...]:
-    """The wanted gradients of Σ grad_out · loss as one differentiable expression, nothing chunked.
+def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool, bool]) -> tuple[Tensor, ...]:
+    """The wanted gradients of Σ row_weight · loss as one differentiable expression, nothing chunked.
 
-    Inputs are [..., vocab], grad_out a number or of the rows' shape. For double backward.
+    Rows are [..., vocab]; the weight is the upstream gradient. For double backward.
     """
+    x, y, grad_out = operands
+    assert grad_out is not None
     dtype = _compute_dtype(problem, x, y)
     skipped = (grad_out == 0).unsqueeze(-1)  # not read: 1 is harmless in every form
     values = {
