@@ -152,14 +152,14 @@ def linear_case(rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, 
                 raise
             entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         entries.append(entry)
-    projections = (kullback.linear.Projection(*side) for side in ((h, w), (t, v)))
-    chunk, held, _ = kullback.linear.chunks_of(kullback.linear.Operands(*projections), (True, True, *[False] * 4))
+    models = kullback.linear.Models(h, w, None, t, v, None)
+    chunk, kept, _ = kullback.linear.plan_chunks(models, (True, True, *[False] * 4))
     return {
         "case": {"rows": rows, "hidden": hidden, "teacher_hidden": teacher_hidden, "vocab": vocab, "kind": kind},
         "floor_seconds": products,
         "chunk_rows": chunk,
-        "held_rows": held,  # of the student's logits
-        "head_sum_bytes": 4 * w.numel() if held < rows else 0,  # in float32, beside the gradients
+        "kept_rows": kept,  # of the student's logits
+        "head_sum_bytes": 4 * w.numel() if kept < rows else 0,  # in float32, beside the gradients
         "results": entries,
     }
 
@@ -244,7 +244,7 @@ def main() -> None:
             result["linear"].append(linear_case(*case, device, clock))
             save()
             done = result["linear"][-1]
-            print(done["case"], f"floor {done['floor_seconds'] * 1e3:.2f} ms, {done['held_rows']} rows held")
+            print(done["case"], f"floor {done['floor_seconds'] * 1e3:.2f} ms, {done['kept_rows']} rows kept")
             for entry in done["results"]:
                 print("   ", {k: round(v, 5) if isinstance(v, float) else v for k, v in entry.items()}, flush=True)
     if arguments.only in (None, "long") and device == "cuda":

@@ -62,9 +62,9 @@ TEXTBOOK = {
 }
 
 
-def rows(kind, p, q, **parameters):
+def rows(kind, p, q, *values, **parameters):
     """The divergence of each row."""
-    return TEXTBOOK[kind](p, q, **parameters)
+    return TEXTBOOK[kind](p, q, *values, **parameters)
 
 
 def divergence(x, y, kind, form="logits", target_form=None, temperature=1.0, target_temperature=None, **parameters):

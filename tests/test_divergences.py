@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kullback.divergences import DIVERGENCES, Element, Moments, Pair
-from kullback.problem import Problem, Side
+from kullback.formula import Symbol
+from kullback.problem import Problem, Side, formula
 from tests import kinds, oracle
 from tests.kinds import KINDS
 
@@ -54,10 +55,11 @@ def test_partials_are_the_derivatives_of_the_term(kind, centred, spread):
         torch.testing.assert_close(ours, truth, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_derivative_of_a_finish(kind):
+def test_derivative_of_a_finish(kind, centred):
     log_p, log_q = random_rows()
-    e = element(kind, log_p, log_q)
+    e = element(kind, log_p, log_q, centred)
     total = e.term.sum(-1).requires_grad_()
     finish = e.finish(total)
     (truth,) = torch.autograd.grad(finish.loss.sum(), total)
@@ -121,10 +123,31 @@ def test_symmetric(kind):
 
 def test_jensen_shannon_of_equal_weights_is_symmetric_to_the_bit():
     x = pair(*random_rows(), centred=True)
-    one = DIVERGENCES["jensen_shannon"](x)
-    other = DIVERGENCES["jensen_shannon"](Pair(x.q, x.p, -x.ratio, -x.q_minus_p, True))
+    one = DIVERGENCES["jensen_shannon"](x, 0.5)
+    other = DIVERGENCES["jensen_shannon"](Pair(x.q, x.p, -x.ratio, -x.q_minus_p, True), 0.5)
     assert torch.equal(one.term, other.term)
     assert torch.equal(one.d_log_p, other.d_log_q)
+
+
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl"])
+@pytest.mark.parametrize("parameter", [0.1, 0.3, 0.7, 0.9])
+def test_a_mixture_of_one_side_alone(kind, parameter):
+    """In float32, where a part of the mixture may round to more than all of it."""
+    mass, nothing = torch.rand(2000), torch.zeros(2000)
+    for p, q in ((mass, nothing), (nothing, mass)):
+        ratio = torch.where(p == 0, -math.inf, math.inf)
+        e = DIVERGENCES[kind](Pair(p, q, ratio, q - p, centred=False), parameter)
+        for value in e[:3]:
+            assert value.isfinite().all()
+        truth = oracle.rows(kind, p[:, None].double(), q[:, None].double(), parameter)
+        torch.testing.assert_close(e.term.double(), truth, rtol=1e-5, atol=1e-7)
+
+
+def test_jensen_shannon_admits_what_float32_tells_from_0_and_1():
+    admits = DIVERGENCES["jensen_shannon"].parameter.admits
+    for beta in (0.0, 1e-46, 1e-38, 1.3e-38, 1e-30, 0.5, 1 - 5e-8, 1 - 2.9e-8, 1 - 1e-9, 1.0, 1.5):
+        rounded = torch.tensor(beta).item()
+        assert admits(beta) == (torch.finfo(torch.float32).tiny <= rounded < 1)
 
 
 def test_reverse_is_kl_with_sides_exchanged():
@@ -199,6 +222,43 @@ def test_definitions_are_one_line(kind):
     assert known.name == kind
     assert len(known.definition) < 60
     assert known.definition != kind
+    assert [*known.defaults] == [*kinds.parameters(kind)]
     if known.parameter is not None:
         assert known.parameter.admits(known.parameter.default)
         assert known.parameter.admits(*kinds.values(kind))
+
+
+# Where an operation is exact, as a bound on its operand: formula.py
+SMALL = {"small_exp_remainder": 0.5, "small_expm1": 0.5, "small_bennett": 1 / 3}
+
+
+def unsigned(x):
+    """Whatever the sign is."""
+    return unsigned(x.args[0]) if isinstance(x, Symbol) and x.op in ("neg", "abs") else x
+
+
+def small_operands(expression, bounds=None):
+    """Each operand of an operation of small numbers, with the bound under which it is used."""
+    bounds = bounds or {}
+    if not isinstance(expression, Symbol):
+        return
+    if expression.op in SMALL:
+        yield expression.op, bounds.get(unsigned(expression.args[0]), math.inf)
+    if expression.op == "select_near":
+        x, bound, near, far = expression.args
+        yield from small_operands(x, bounds)
+        yield from small_operands(near, {**bounds, unsigned(x): bound})
+        yield from small_operands(far, bounds)
+    elif expression.op != "variable":
+        for operand in expression.args:
+            yield from small_operands(operand, bounds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", oracle.FORMS)
+def test_series_are_used_where_they_hold(kind, form):
+    """In kernels they have no other branch."""
+    element = formula(kind, form, form).element
+    for name in ("term", "d_log_p", "d_log_q"):
+        for op, bound in small_operands(element[name]):
+            assert bound <= SMALL[op], (name, op)
