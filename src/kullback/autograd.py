@@ -13,7 +13,7 @@ from kullback import backends, library
 from kullback.backends.pytorch import gradient_by_formula
 from kullback.problem import Problem, accumulator
 from kullback.tracing import is_traced
-from kullback.work import Operands, Rows, Scale
+from kullback.work import Operands, Scale
 
 Context: TypeAlias = Any  # of an autograd.Function: torch gives it no type
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -145,10 +145,8 @@ class InPlaceTotal(torch.autograd.Function):
     def forward(ctx: Context, problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
         given, ctx.backend = Operands._make(operands), backends.forced()
         ctx.count = len(operands)
-        d_input = library.gradient_like(given.input, problem, True, inplace=True)
-        d_target = library.gradient_like(given.target, problem, ctx.needs_input_grad[4])
-        rows = Rows(problem, given, scale=scale, d_input=d_input, d_target=d_target)
-        total, *ctx.written = library.write_sum(rows, dtype)
+        wants = ctx.needs_input_grad[3:5]
+        total, *ctx.written = library.sum_losses(problem, given, scale, dtype, wants, inplace=True)
         # Whoever saved the logits is told by autograd that they are gone; whoever writes there again tells us.
         torch.autograd.graph.increment_version(given.input)
         ctx.version = given.input._version

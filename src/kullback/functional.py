@@ -73,7 +73,7 @@ def kl_div(
                 f"got {checks.shape(input)} and {checks.shape(target)}"
             ) from None
     dtype = torch.promote_types(input.dtype, target.dtype)
-    if dtype != torch.float64 and torch.is_autocast_enabled(input.device.type):
+    if dtype.itemsize < 4 and torch.is_autocast_enabled(input.device.type):
         dtype = torch.float32
     problem = KL[form, "log_probs" if log_target else "probs"]
     if reduction == "none":

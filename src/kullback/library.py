@@ -47,10 +47,8 @@ library.define(f"per_row({ROWS}, ScalarType dtype) -> (Tensor, Tensor)")
 library.define(f"gradient({ROWS}, Tensor? state, bool[] wants) -> (Tensor, Tensor)")
 
 
-def gradient_like(tensor: Tensor, problem: Problem, wanted: bool, inplace: bool = False) -> Tensor | None:
+def gradient_like(tensor: Tensor, problem: Problem, inplace: bool = False) -> Tensor:
     """Memory for the tensor's gradient, 0 beyond the vocabulary that counts; `inplace`: the tensor's own."""
-    if not wanted:
-        return None
     gradient = tensor.detach() if inplace else torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if 0 < problem.vocab < gradient.size(-1):
         gradient[..., problem.vocab :] = 0
@@ -63,19 +61,19 @@ def state_fields(problem: Problem) -> int:
 
 
 def sum_losses(
-    problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, wants: Sequence[bool] = (False, False)
+    problem: Problem,
+    operands: Operands,
+    scale: float,
+    dtype: torch.dtype,
+    wants: Sequence[bool] = (False, False),
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """scale · Σ row_weight · loss, and its wanted gradients."""
-    d_input = gradient_like(operands.input, problem, wants[0])
-    d_target = gradient_like(operands.target, problem, wants[1])
-    return write_sum(Rows(problem, operands, scale=scale, d_input=d_input, d_target=d_target), dtype)
-
-
-def write_sum(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The same, into the record's memory for gradients."""
-    total = rows.input.new_empty((), dtype=dtype)
-    backends.run(rows._replace(total=total))
-    return total, rows.d_input, rows.d_target
+    """scale · Σ row_weight · loss, and its wanted gradients; `inplace`: the input's in the place of its values."""
+    total = operands.input.new_empty((), dtype=dtype)
+    d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
+    d_target = gradient_like(operands.target, problem) if wants[1] else None
+    backends.run(Rows(problem, operands, scale=scale, total=total, d_input=d_input, d_target=d_target))
+    return total, d_input, d_target
 
 
 def row_losses(problem: Problem, operands: Operands, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -91,7 +89,8 @@ def write_gradients(
     problem: Problem, operands: Operands, state: Tensor | None, wants: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of Σ row_weight · loss, from the rows' states or without them."""
-    d_input, d_target = (gradient_like(t, problem, want) for t, want in zip(operands[:2], wants, strict=True))
+    d_input = gradient_like(operands.input, problem) if wants[0] else None
+    d_target = gradient_like(operands.target, problem) if wants[1] else None
     known = None if state is None or not state.numel() else state
     backends.run(Rows(problem, operands, "gradient", known=known, d_input=d_input, d_target=d_target))
     return d_input, d_target

@@ -90,7 +90,7 @@ class Problem:
         near, far = (element_at(self.kind, self.parameter, ratio).term / ratio**2).tolist()
         return near if abs(near - far) < 0.1 * abs(near) else 0.0
 
-    @property
+    @functools.cached_property
     def formula(self) -> Formula:
         return formula(self.kind, self.input.form, self.target.form)
 

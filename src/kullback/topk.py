@@ -18,7 +18,7 @@ from torch import Tensor
 from kullback import autograd, backends, library
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
-from kullback.library import BatchInfo, Dims, Scalars, batch_first, write_sum
+from kullback.library import BatchInfo, Dims, Scalars, batch_first
 from kullback.library import library as operators
 from kullback.problem import Problem, Side, decode, kept_dtype
 from kullback.tracing import is_traced
@@ -208,15 +208,15 @@ def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
     return at_ids(teacher.problem, form), operands._replace(input=gathered, target=target)
 
 
-def gathered_rows(teacher: Teacher, operands: Operands) -> Rows:
-    """A record of the student and the teacher at the teacher's tokens, [rows, k + 1]."""
+def gather_rows(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
+    """The student and the teacher at the teacher's tokens, [rows, k + 1], and the problem of the two."""
     problem = teacher.problem
     x = problem.narrow(as_rows(operands.input))
     ids, target = (t.reshape(-1, t.size(-1)) for t in (teacher.ids, operands.target))
     gathered = x.new_empty(x.size(0), ids.size(1) + 1, dtype=kept_dtype(x.dtype))
     backends.run(Gather(problem, x, ids, gathered, target, teacher.negligible))
     of_rows = (None if t is None else row_vector(t, x.size(0)) for t in operands.of_rows)
-    return Rows(at_ids(problem, problem.input.form), Operands(gathered, target, *of_rows))
+    return at_ids(problem, problem.input.form), Operands(gathered, target, *of_rows)
 
 
 class TopKTotal(torch.autograd.Function):
@@ -225,10 +225,10 @@ class TopKTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, teacher: Teacher, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
         given = Operands._make(operands)
-        rows = gathered_rows(teacher, given)
-        total, d_gathered, _ = write_sum(rows._replace(scale=scale, d_input=torch.empty_like(rows.input)), dtype)
+        problem, gathered = gather_rows(teacher, given)
+        total, d_gathered, _ = library.sum_losses(problem, gathered, scale, dtype, (True, False))
         ctx.problem, ctx.backend, ctx.count = teacher.problem, backends.forced(), len(operands)
-        ctx.save_for_backward(given.input, teacher.ids, rows.input, d_gathered)
+        ctx.save_for_backward(given.input, teacher.ids, gathered.input, d_gathered)
         return total
 
     @staticmethod
@@ -246,10 +246,10 @@ class TopKPerRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, teacher: Teacher, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
         given = Operands._make(operands)
-        rows = gathered_rows(teacher, given)
-        loss, state = library.row_losses(rows.problem, rows.operands, dtype)
-        ctx.problem, ctx.gathered_problem, ctx.backend = teacher.problem, rows.problem, backends.forced()
-        ctx.save_for_backward(given.input, teacher.ids, state, *rows.operands)
+        problem, gathered = gather_rows(teacher, given)
+        loss, state = library.row_losses(problem, gathered, dtype)
+        ctx.problem, ctx.gathered_problem, ctx.backend = teacher.problem, problem, backends.forced()
+        ctx.save_for_backward(given.input, teacher.ids, state, *gathered)
         return loss.view(given.input.shape[:-1])
 
     @staticmethod
@@ -287,7 +287,7 @@ def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype
         return autograd.total(problem, gathered, scale, dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKTotal.apply(teacher, scale, dtype, *operands)  # type: ignore[no-any-return]
-    return write_sum(gathered_rows(teacher, operands)._replace(scale=scale), dtype)[0]
+    return library.sum_losses(*gather_rows(teacher, operands), scale, dtype)[0]
 
 
 def per_row(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
@@ -297,5 +297,4 @@ def per_row(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
         return autograd.per_row(problem, gathered, dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKPerRow.apply(teacher, dtype, *operands)  # type: ignore[no-any-return]
-    rows = gathered_rows(teacher, operands)
-    return library.row_losses(rows.problem, rows.operands, dtype)[0].view(operands.input.shape[:-1])
+    return library.row_losses(*gather_rows(teacher, operands), dtype)[0].view(operands.input.shape[:-1])

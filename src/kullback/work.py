@@ -59,8 +59,8 @@ class Rows(NamedTuple):
         return self.operands.row_weight
 
     @property
-    def device(self) -> torch.device:
-        return self.operands.input.device
+    def first_tensor(self) -> Tensor:
+        return self.operands.input
 
     @property
     def has_outputs(self) -> bool:
@@ -75,9 +75,10 @@ class Rows(NamedTuple):
     @property
     def has_nothing_to_read(self) -> bool:
         """No rows; no tokens to normalise; or statistics of elements that stand alone."""
-        rows, vocab = self.input.shape
-        has_logits = self.problem.has_logits
-        return rows == 0 or (vocab == 0 and has_logits) or (self.verb == "statistics" and not has_logits)
+        x, has_logits = self.operands.input, self.problem.has_logits
+        if x.numel() == 0:
+            return has_logits or x.size(0) == 0 or self.verb == "statistics"
+        return self.verb == "statistics" and not has_logits
 
     def write_nothing(self) -> None:
         """What comes of that."""
@@ -93,8 +94,7 @@ class Rows(NamedTuple):
 
     def split(self) -> list[Rows]:
         """As backends take them: several, where a large tensor such as logits[:, :-1] has no view as rows."""
-        plain = _is_plain(self.input) and _is_plain(self.target) and not self.problem.vocab
-        if plain and all(t is None or t.dim() == 1 for t in self.operands.of_rows):
+        if self._is_plain():
             return [self]
         parts = [part._as_rows() for part in self._slabs()]
         if len(parts) == 1:
@@ -110,6 +110,16 @@ class Rows(NamedTuple):
             )
             first = last
         return parts
+
+    def _is_plain(self) -> bool:
+        """Whether backends can take it as it is. Loops: half a microsecond of every call is decided here."""
+        for tensor in (self.operands.input, self.operands.target):
+            if tensor.dim() != 2 or not tensor.is_contiguous() or tensor.is_neg():
+                return False
+        for operand in self.operands.of_rows:
+            if operand is not None and operand.dim() != 1:
+                return False
+        return not self.problem.vocab
 
     def join(self, parts: list[Rows]) -> None:
         """What the parts found, put together."""
@@ -169,8 +179,8 @@ class Entries(NamedTuple):
     target: Tensor  # [..., k (+ 1)], to be written
 
     @property
-    def device(self) -> torch.device:
-        return self.values.device
+    def first_tensor(self) -> Tensor:
+        return self.values
 
 
 class Gather(NamedTuple):
@@ -188,8 +198,8 @@ class Gather(NamedTuple):
         return self.gathered.size(1) > self.ids.size(1)
 
     @property
-    def device(self) -> torch.device:
-        return self.input.device
+    def first_tensor(self) -> Tensor:
+        return self.input
 
 
 class Scatter(NamedTuple):
@@ -207,8 +217,8 @@ class Scatter(NamedTuple):
         return self.gathered.size(1) > self.ids.size(1)
 
     @property
-    def device(self) -> torch.device:
-        return self.input.device
+    def first_tensor(self) -> Tensor:
+        return self.input
 
 
 class Scale(NamedTuple):
@@ -218,10 +228,11 @@ class Scale(NamedTuple):
     factor: Tensor  # 0-d
 
     @property
-    def device(self) -> torch.device:
-        return self.gradient.device
+    def first_tensor(self) -> Tensor:
+        return self.gradient
 
 
+# The `first_tensor` of each is one that it reads; all are on its device.
 Work: TypeAlias = Rows | Entries | Gather | Scatter | Scale
 
 
@@ -239,10 +250,6 @@ def as_rows(tensor: Tensor) -> Tensor:
 def row_vector(tensor: Tensor, rows: int) -> Tensor:
     """A number for each row."""
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dim() == 2 and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _has_one_step(tensor: Tensor) -> bool:

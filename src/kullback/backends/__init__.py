@@ -50,9 +50,9 @@ _refused: dict[str, str] = {}
 
 def begin() -> None:
     """A call of a public function begins: parts that are run from now on are its."""
-    global _parts, _refused
     if not torch.compiler.is_compiling():
-        _parts, _refused = {}, {}
+        _parts.clear()
+        _refused.clear()
 
 
 def backend_info() -> BackendInfo:
@@ -105,8 +105,7 @@ def run(work: Work) -> None:
     parts = work.split() if isinstance(work, Rows) else (work,)
     for part in parts:
         refused: dict[str, str] = {}
-        for name in (only,) if only else BACKENDS:
-            backend = BACKENDS[name]
+        for name, backend in BACKENDS.items() if only is None else ((only, BACKENDS[only]),):
             reason = backend.why_not(part)
             if reason is None:
                 try:
@@ -118,10 +117,13 @@ def run(work: Work) -> None:
             refused[name] = reason
         else:
             raise RuntimeError(f"backend {only!r} was asked for and cannot run: {refused}")
-        if not isinstance(part, Scale):
-            _parts[part.verb if isinstance(part, Rows) else type(part).__name__.lower()] = name
+        if isinstance(part, Rows):
+            _parts[part.verb] = name
+        elif not isinstance(part, Scale):
+            _parts[type(part).__name__.lower()] = name
+        if refused and not isinstance(part, Scale):
             _refused.update(refused)
-    if isinstance(work, Rows) and len(parts) > 1:
+    if len(parts) > 1 and isinstance(work, Rows):
         work.join(parts)
 
 

@@ -41,7 +41,7 @@ Arguments, Structure = arguments_of(ROWS)
 
 def why_not(work: Work) -> str | None:
     """Why this backend cannot do the work, or None."""
-    device = work.device
+    device = work.first_tensor.device
     if device.type != "cpu":
         return f"tensors are on {device.type}"
     try:

@@ -15,10 +15,10 @@ OLDEST = (8, 0)
 
 def why_not(work: Work) -> str | None:
     """Why this backend cannot do the work, or None."""
-    device = work.device
-    if device.type != "cuda":
-        return f"tensors are on {device.type}"
-    return unavailable(device.index) or why_not_here(work)
+    tensor = work.first_tensor
+    if not tensor.is_cuda:
+        return f"tensors are on {tensor.device.type}"
+    return unavailable(tensor.get_device()) or why_not_here(work)
 
 
 def why_not_here(work: Work) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,14 +60,17 @@ def source(variant: Variant, shape: plan.Shape) -> str:
 
 @functools.cache
 @remember_failures
-def _launcher(index: int, flat: bool, lanes: int, variant: Variant) -> tuple[Launcher, plan.Shape]:
+def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launcher, plan.Shape]:
+    """The kernel of a `Variant` of these fields: a call that finds it again makes no record."""
+    variant = Variant(*fields)
     shape = plan.shape(lanes, flat, variant.x, variant.y, sum(variant.wants))
     return Launcher(source(variant, shape), "kullback_literal", index), shape
 
 
 def run(work: Rows) -> None:
-    problem, x, y, weight = work.problem, work.input, work.target, work.row_weight
-    if work.verb == "loss" and work.found is not None and problem.formula.finish_is_linear:
+    problem, operands = work.problem, work.operands
+    x, y, weight = operands.input, operands.target, operands.row_weight
+    if work.found is not None and work.verb == "loss" and problem.formula.finish_is_linear:
         work.found.zero_()  # the same state for all rows: the kernel writes none
         work.found[D_LOSS] = 1
     rows, vocab = x.shape
@@ -83,19 +86,17 @@ def run(work: Rows) -> None:
         index,
         flat,
         plan.THREADS if flat else plan.lanes(vocab),
-        Variant(
-            problem.kind,
-            problem.input.form,
-            problem.target.form,
-            x.dtype,
-            y.dtype,
-            torch.float64 if weight is None else weight.dtype,
-            torch.float32 if output is None else output.dtype,
-            work.verb,
-            is_known,
-            work.has_outputs,
-            work.wants,
-        ),
+        problem.kind,
+        problem.input.form,
+        problem.target.form,
+        x.dtype,
+        y.dtype,
+        torch.float64 if weight is None else weight.dtype,
+        torch.float32 if output is None else output.dtype,
+        work.verb,
+        is_known,
+        work.has_outputs,
+        work.wants,
     )
     if flat:
         blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
@@ -134,11 +135,14 @@ def run(work: Rows) -> None:
 
 def _is_flat(work: Rows) -> bool:
     """Whether all rows are as one, shared by the grid."""
-    formula, weight = work.problem.formula, work.row_weight
-    uniform = weight is None or weight.stride(0) == 0  # a 0-d upstream gradient, expanded over the rows
-    if not (uniform and formula.finish_is_linear and work.found is None and work.known is None):
+    formula, operands, weight = work.problem.formula, work.operands, work.operands.row_weight
+    if work.found is not None or work.known is not None or not formula.finish_is_linear:
+        return False
+    if weight is not None and weight.stride(0) != 0:  # a 0-d upstream gradient is expanded over the rows
         return False
     if work.has_outputs and not (work.loss is None and weight is None and formula.finish_is_identity):
         return False
-    tensors = work.input, work.target, work.d_input, work.d_target
-    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+    for tensor in (operands.input, operands.target, work.d_input, work.d_target):  # a generator takes longer
+        if tensor is not None and not tensor.is_contiguous():
+            return False
+    return True

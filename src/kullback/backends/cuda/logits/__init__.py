@@ -96,7 +96,9 @@ def why_not(work: Rows) -> str | None:
 
 
 def run(work: Rows) -> None:
-    problem, x, y, weight = work.problem, work.input, work.target, work.row_weight
+    problem, operands = work.problem, work.operands
+    x, y, weight = operands.input, operands.target, operands.row_weight
+    rows, vocab = x.shape
     index = x.get_device()
     weight = None if weight is None else weight.contiguous()
     output = work.total if work.loss is None else work.loss
@@ -106,7 +108,7 @@ def run(work: Rows) -> None:
     is_streamed = work.known is not None
     launcher, setup = _prepared(
         index,
-        x.size(1),
+        vocab,
         problem,
         x.dtype,
         y.dtype,
@@ -116,11 +118,11 @@ def run(work: Rows) -> None:
         is_streamed,
         work.has_outputs,
         work.wants,
-        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, x.size(0), x.dtype, y.dtype),
+        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
     )
     partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks)
     launcher(
-        x.size(0),
+        rows,
         *Operands(
             x=addresses[0],
             y=addresses[1],
@@ -133,8 +135,8 @@ def run(work: Rows) -> None:
             total=0 if work.total is None else work.total.data_ptr(),
             partial=partial,
             ticket=ticket,
-            rows=x.size(0),
-            vocab=x.size(1),
+            rows=rows,
+            vocab=vocab,
             x_stride=strides[0],
             y_stride=strides[1],
             d_input_stride=strides[2],
