@@ -1,6 +1,7 @@
 """The C backend's elementary functions, in units in the last place, against many digits; and its 16-bit types."""
 
 import ctypes
+import re
 
 import mpmath
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from kullback.backends import build
 from kullback.backends.c import compile
+from kullback.backends.printer import INFIX
+from kullback.formula import TENSOR
 
 FUNCTIONS = ("exp", "log", "expm1", "log1p")
 # In ulps: of exp and log as a libm has them; the others are what their users need.
@@ -39,6 +42,17 @@ def library(request):
     command = compile.compiler()
     path = build.cached(compile.key(command, text), ".so", lambda: compile._compile(command, text))
     return ctypes.CDLL(str(path)), np.float64 if double else np.float32
+
+
+@pytest.mark.parametrize("prefix", ["safe_", "in_range_", "fast_"])
+def test_every_operation_exists_under_every_prefix(prefix):
+    """A kind may use any of the vocabulary in any form."""
+    text = compile.library() + (compile.HERE / "fast.h").read_text() + (compile.HERE.parent / "numerics.h").read_text()
+    printed_as_operators = INFIX.keys() | {"lt", "where", "select_near"}
+    lowered = {"geometric_mean", "log_fraction"}
+    of_logits = {"mixture", "logit_mass", "logit_difference"} if prefix == "in_range_" else set()
+    wanted = TENSOR.keys() - printed_as_operators - lowered - of_logits
+    assert wanted <= set(re.findall(rf"\b{prefix}(\w+)", text))
 
 
 def apply(library, name, x):

@@ -145,6 +145,13 @@ def valid_width(valid: int | None, most: int | None) -> int:
     return valid
 
 
+def check_inplace_options(form: str, reduction: str) -> None:
+    if form != "logits":
+        raise ValueError(f"inplace=True is for logits; input holds {form}")
+    if reduction == "none":
+        raise ValueError('inplace=True goes with reduction "sum" or "mean"; got "none"')
+
+
 def check_inplace(
     input: Tensor,
     target: Tensor,
@@ -153,12 +160,9 @@ def check_inplace(
     reduction: str,
     normalizer: float | Tensor | None,
 ) -> None:
+    check_inplace_options(form, reduction)
     reason = ""
-    if form != "logits":
-        reason = f"is for logits; input holds {form}"
-    elif reduction == "none":
-        reason = 'goes with reduction "sum" or "mean"'
-    elif (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
+    if (weight is not None and weight.requires_grad) or (isinstance(normalizer, Tensor) and normalizer.requires_grad):
         reason = "leaves no logits to find a gradient of row_weight or normalizer from"
     elif is_traced(input, target):
         reason = "is for plain eager calls, not for what traces or transforms them"
@@ -379,9 +383,12 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
     check_name("tail", given.pop("tail", "bucket"), TAILS)
     check_chunk_rows(given.pop("chunk_rows", None))
-    check_flag("inplace", given.pop("inplace", False))
+    inplace = given.pop("inplace", False)
+    check_flag("inplace", inplace)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
+    if inplace:
+        check_inplace_options(form, options.get("reduction", "mean"))
     params = {name: given.pop(name) for name in options if name not in known}
     problem(kind, params, form=form, **given)
 

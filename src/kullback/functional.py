@@ -216,7 +216,7 @@ def topk_divergence(
     normalizer: float | Tensor | None = None,
     **params: float,
 ) -> Tensor:
-    """Divergence from a teacher that is known at k words of each row: its best log-probabilities and their ids.
+    """Divergence from a teacher that is known at k tokens of each row: its best log-probabilities and their ids.
 
     The student's row is read once, and its gradient written once; there is never a dense teacher. What the k entries
     leave is told by `tail`:
@@ -225,7 +225,7 @@ def topk_divergence(
     bucket      one more outcome: the teacher's 1 - Σ p against the student's mass outside the ids. From logits
                 never negative; with k = vocab the dense loss, else the least that a teacher with these entries
                 can have.
-    renormalize both are taken given that the word is one of the k: neither has any other mass.
+    renormalize both are taken given that the token is one of the k: neither has any other mass.
     zero        the entries as they are and nothing else: the student has mass where the teacher has none. The
                 usual Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
     =========== =================================================================================================
@@ -241,7 +241,7 @@ def topk_divergence(
             softmax over the k: they go with `tail` "renormalize" and "zero".
         tail: "bucket", "renormalize" or "zero".
         temperature: divides the student's logits; no factor T² is applied.
-        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the words outside the
+        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside the
             ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
         logit_scale, softcap: of the student's logits, as of :func:`divergence`.
         valid_vocab: how many elements of the student's row count.
@@ -252,10 +252,10 @@ def topk_divergence(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are no words.
+        ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are no tokens.
             On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
 
-    The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are words outside
+    The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are tokens outside
     the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
     of four roundings of the stored entries' dtype or less counts as none. With "bucket" and "renormalize" a row without
     ids has a divergence of 0, if its probabilities sum to 1.
@@ -267,7 +267,7 @@ def topk_divergence(
     >>> log_p, ids = teacher.log_softmax(-1).topk(2)
     >>> kullback.topk_divergence(student, log_p, ids)
     tensor(0.1004)
-    >>> own = student.topk(2).indices  # the student's choice of words: reverse_kl on policy
+    >>> own = student.topk(2).indices  # the student's choice of tokens: reverse_kl on policy
     >>> kullback.topk_divergence(student, teacher.log_softmax(-1).gather(-1, own), own, "reverse_kl")
     tensor(0.0968)
     """
@@ -343,11 +343,10 @@ def linear_divergence(
         bias, target_bias: of the heads, `[vocab]`.
         target_form: what `target` holds if it is no hidden state: "logits" (the default), "probs" or "log_probs" (the
             default with `target_indices`).
-        target_indices, tail: a teacher known at k words of each row, as of :func:`topk_divergence`.
+        target_indices, tail: a teacher known at k tokens of each row, as of :func:`topk_divergence`.
         temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap, row_weight,
             reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
-            The weight of jensen_shannon is `weight_` here, since `weight` is the head.
-        valid_vocab: how many words count, where a head is padded or one is longer.
+        valid_vocab: how many tokens count, where a head is padded or one is longer.
         chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow.
 
     Returns:

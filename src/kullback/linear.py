@@ -67,7 +67,7 @@ class Task(NamedTuple):
 
     @property
     def key(self) -> str:
-        """All but the numbers, in a word each; with `scalars` what an operator takes."""
+        """All but the numbers; with `scalars` what an operator takes."""
         wants = "".join(str(int(wanted)) for wanted in self.wants)
         return f"{self.problem.key} {str(self.dtype).removeprefix('torch.')} {self.chunk_rows} {wants}"
 

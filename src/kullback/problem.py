@@ -37,7 +37,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """All but the numbers of elements, in a word each; with `scalars` what an operator takes."""
+        """All but the numbers; with `scalars` what an operator takes."""
         return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}"
 
     @property
