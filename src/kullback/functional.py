@@ -241,8 +241,8 @@ def topk_divergence(
             softmax over the k: they go with `tail` "renormalize" and "zero".
         tail: "bucket", "renormalize" or "zero".
         temperature: divides the student's logits; no factor T² is applied.
-        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside the
-            ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
+        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside
+            the ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
         logit_scale, softcap: of the student's logits, as of :func:`divergence`.
         valid_vocab: how many elements of the student's row count.
         row_weight, reduction, normalizer, **params: as of :func:`divergence`.
@@ -252,8 +252,8 @@ def topk_divergence(
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are no tokens.
-            On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
+        ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are
+            no tokens. On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
 
     The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are tokens outside
     the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
