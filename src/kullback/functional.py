@@ -253,7 +253,8 @@ def topk_divergence(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are
-            no tokens. On a GPU those stop the device, as an index out of range does in torch: nothing waits for their check.
+            no tokens. On a GPU those stop the device, as an index out of range does in torch: nothing waits for
+            their check.
 
     The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are tokens outside
     the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
