@@ -363,27 +363,16 @@ def test_transforms(generator):
         torch.testing.assert_close(gradients[i], torch.autograd.grad(each, leaf)[0])
 
 
-# Dynamo instantiates the class of an autograd.Function that it traces, and is warned of its own doing.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compile(generator):
-    log_p, ids = teacher((4, 50), 5, generator, torch.float32)
-    loss = torch.compile(
-        lambda x: kullback.topk_divergence(x, log_p, ids, "jensen_shannon"), fullgraph=True, backend="aot_eager"
-    )
-    x = sample("logits", (4, 50), generator).requires_grad_()
-    expected = kullback.topk_divergence(x, log_p, ids, "jensen_shannon")
-    assert relative_error(loss(x), expected) < 1e-6
-    ours, theirs = (torch.autograd.grad(value, x)[0] for value in (loss(x), expected))
-    assert relative_error(ours, theirs) < 1e-6
-
-
 def test_opcheck(generator):
     x = sample("logits", (4, 50), generator)
     _, ids = teacher((4, 50), 5, generator, torch.float32)
-    problem = ("kl logits logits 0", (1.0, 1.0, 0.0, 0.0, 0.0))
+    problem = ("kl logits logits 0", (1.0, 1.0, 0.0, 0.0, 0.0), None)
     gathered = torch.ops.kullback.gather(x, ids, *problem, True)
     torch.library.opcheck(torch.ops.kullback.gather, (x, ids, *problem, True))
     torch.library.opcheck(torch.ops.kullback.scatter, (x, ids, gathered, torch.ones_like(gathered), *problem))
+    values = torch.rand(4, 5)
+    for tail in TAILS:
+        torch.library.opcheck(torch.ops.kullback.entries, (values, ids, None, *problem, "probs", tail, False, 50))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kullback import backends, library
 from kullback.backends.pytorch import gradient_by_formula
-from kullback.problem import Problem, accumulator
+from kullback.problem import Problem, accumulator, decode
 from kullback.tracing import is_traced
 from kullback.work import Operands, Scale
 
@@ -63,7 +63,8 @@ class Gradient(torch.autograd.Function):
     def forward(
         problem: Problem, wants: tuple[bool, bool], state: Tensor | None, *operands: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = library.gradient(*operands, problem.key, problem.scalars, state, wants)
+        scalars = library.as_arguments(problem.scalars)
+        result: tuple[Tensor, Tensor] = library.gradient(*operands, problem.key, *scalars, state, wants)
         return result
 
     @staticmethod
@@ -99,7 +100,7 @@ class Total(torch.autograd.Function):
     @staticmethod
     @on_operands
     def forward(problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
-        loss: Tensor = library.value(*operands, problem.key, problem.scalars, scale, dtype)
+        loss: Tensor = library.value(*operands, problem.key, *library.as_arguments(problem.scalars), scale, dtype)
         return loss
 
     @staticmethod
@@ -180,7 +181,11 @@ class PerRow(torch.autograd.Function):
     @staticmethod
     @on_operands
     def forward(problem: Problem, dtype: torch.dtype, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = library.per_row(*operands, problem.key, problem.scalars, dtype)
+        given = Operands._make(operands)
+        if not is_traced(given.input, given.target):
+            return library.row_losses(problem, given, dtype)
+        scalars = library.as_arguments(problem.scalars)
+        result: tuple[Tensor, Tensor] = library.per_row(*operands, problem.key, *scalars, dtype)
         return result
 
     @staticmethod
@@ -200,6 +205,43 @@ class PerRow(torch.autograd.Function):
         grad_out = weighted(widened(grad_out), operands.row_weight)
         gradients = _pull_back(ctx, state, operands._replace(row_weight=grad_out))
         return None, None, *gradients, *(None for _ in operands.of_rows)
+
+
+# An operator that is called by itself, as in an exported program, is differentiated as the functions above are.
+
+
+def differentiated(name: str, operator: Callable[..., R], function: Callable[..., R]) -> None:
+    """Give an operator of that name a function for where gradients are wanted."""
+
+    def kernel(*arguments: Any) -> R:
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
+            return function(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*arguments)
+
+    library.library.impl(name, kernel, "Autograd")
+
+
+def _value(
+    operands: Operands,
+    key: str,
+    scalars: library.Scalars,
+    symbols: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    problem = decode(key, library.as_numbers(scalars, symbols))
+    return Total.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
+
+
+def _per_row(
+    operands: Operands, key: str, scalars: library.Scalars, symbols: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return PerRow.apply(decode(key, library.as_numbers(scalars, symbols)), dtype, *operands)  # type: ignore[no-any-return]
+
+
+differentiated("value", library.value, library.of_fields(Operands, _value))
+differentiated("per_row", library.per_row, library.of_fields(Operands, _per_row))
 
 
 def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, inplace: bool = False) -> Tensor:

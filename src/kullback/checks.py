@@ -18,7 +18,7 @@ from torch import Tensor
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side, accumulator
-from kullback.tracing import is_traced
+from kullback.tracing import is_symbolic, is_traced
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a loss, by the dtypes of input and target
@@ -112,7 +112,9 @@ def problem(kind: str, params: Mapping[str, float], **options: Any) -> Problem:
             return _cached_problem(kind, *params, *params.values(), **options)
         except TypeError:  # an option that cannot be hashed, or one that is refused: said below
             pass
-    return _problem(kind, *params, *params.values(), **options)
+    made = _problem(kind, *params, *params.values(), **options)
+    any(map(is_symbolic, made.scalars))  # Dynamo has to meet a caller's numbers before it traces an autograd.Function
+    return made
 
 
 def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:

@@ -75,14 +75,19 @@ def kl_div(
     dtype = torch.promote_types(input.dtype, target.dtype)
     if dtype.itemsize < 4 and torch.is_autocast_enabled(input.device.type):
         dtype = torch.float32
-    problem = KL[form, "log_probs" if log_target else "probs"]
+    forms = form, "log_probs" if log_target else "probs"
+    # Dynamo may take the numbers of an object that it did not see made for inputs of the graph.
+    problem = Problem("kl", Side(forms[0]), Side(forms[1])) if torch.compiler.is_compiling() else KL[forms]
     if reduction == "none":
         return autograd.per_row(problem, Operands(input.unsqueeze(-1), target.unsqueeze(-1)), dtype)
     count = batch if reduction == "batchmean" else 1 if reduction == "sum" else input.numel()
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
+    operands = Operands(input, target)
+    if torch.compiler.is_compiling() and reduction != "sum":  # 1 / count as a number would be compiled for each anew
+        return (autograd.total(problem, operands, 1.0, torch.promote_types(dtype, torch.float32)) / count).to(dtype)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
-    return autograd.total(problem, Operands(input, target), scale, dtype)
+    return autograd.total(problem, operands, scale, dtype)
 
 
 def divergence(

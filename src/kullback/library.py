@@ -1,7 +1,7 @@
 """torch.library operators, once for all divergences: schemas, implementations, fakes and vmap rules. No autograd.
 
 An operator takes the fields of `Operands` (work.py) as its tensors, and a problem as its key and its scalars
-(problem.py). Arity is fixed: a gradient that is not wanted is an empty tensor.
+(problem.py): as numbers, or in a tensor where they are a compiler's symbols. Arity is fixed: a gradient that is not wanted is an empty tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from kullback import backends
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
+from kullback.tracing import is_symbolic
 from kullback.work import Operands, Rows
 
 library = torch.library.Library("kullback", "DEF")
@@ -41,10 +42,24 @@ def of_fields(record: type[T], function: Callable[..., R]) -> Callable[..., R]:
     return flat
 
 
-ROWS = f"{schema_of(Operands)}, str problem, float[] scalars"
+SCALARS = "float[] scalars, Tensor? symbols"
+ROWS = f"{schema_of(Operands)}, str problem, {SCALARS}"
 library.define(f"value({ROWS}, float scale, ScalarType dtype) -> Tensor")
 library.define(f"per_row({ROWS}, ScalarType dtype) -> (Tensor, Tensor)")
 library.define(f"gradient({ROWS}, Tensor? state, bool[] wants) -> (Tensor, Tensor)")
+
+
+def as_arguments(scalars: tuple[float, ...]) -> tuple[Scalars, Tensor | None]:
+    """Scalars as operators take them. Dynamo compiles anew for each value of a number that an operator is given."""
+    if not any(map(is_symbolic, scalars)):
+        return scalars, None
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
+    return (), torch.cat([one * scalar for scalar in scalars])
+
+
+def as_numbers(scalars: Scalars, symbols: Tensor | None) -> tuple[float, ...]:
+    """The same back, inside of an operator."""
+    return tuple(scalars if symbols is None else symbols.tolist())
 
 
 def gradient_like(tensor: Tensor, problem: Problem, inplace: bool = False) -> Tensor:
@@ -96,36 +111,43 @@ def write_gradients(
     return d_input, d_target
 
 
-def _value(operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype) -> Tensor:
-    return sum_losses(decode(problem, tuple(scalars)), operands, scale, dtype)[0]
+def _value(
+    operands: Operands, problem: str, scalars: Scalars, symbols: Tensor | None, scale: float, dtype: torch.dtype
+) -> Tensor:
+    return sum_losses(decode(problem, as_numbers(scalars, symbols)), operands, scale, dtype)[0]
 
 
-def _per_row(operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return row_losses(decode(problem, tuple(scalars)), operands, dtype)
+def _per_row(
+    operands: Operands, problem: str, scalars: Scalars, symbols: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return row_losses(decode(problem, as_numbers(scalars, symbols)), operands, dtype)
 
 
 def _gradient(
-    operands: Operands, problem: str, scalars: Scalars, state: Tensor | None, wants: Sequence[bool]
+    operands: Operands,
+    problem: str,
+    scalars: Scalars,
+    symbols: Tensor | None,
+    state: Tensor | None,
+    wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
-    d_input, d_target = write_gradients(decode(problem, tuple(scalars)), operands, state, wants)
+    d_input, d_target = write_gradients(decode(problem, as_numbers(scalars, symbols)), operands, state, wants)
     empty = operands.input.new_empty(0), operands.target.new_empty(0)
     return empty[0] if d_input is None else d_input, empty[1] if d_target is None else d_target
 
 
-def _fake_value(operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype) -> Tensor:
-    return operands.input.new_empty((), dtype=dtype)
+def _fake_value(operands: Operands, problem: str, *arguments: Any) -> Tensor:
+    return operands.input.new_empty((), dtype=arguments[-1])
 
 
-def _fake_per_row(operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _fake_per_row(operands: Operands, problem: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     rows = operands.input.shape[:-1]
-    state = packed(math.prod(rows), state_fields(decode(problem, tuple(scalars))), operands.input)
-    return operands.input.new_empty(rows, dtype=dtype), state
+    state = packed(math.prod(rows), state_fields(decode(problem)), operands.input)
+    return operands.input.new_empty(rows, dtype=arguments[-1]), state
 
 
-def _fake_gradient(
-    operands: Operands, problem: str, scalars: Scalars, state: Tensor | None, wants: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    d_input, d_target = (t.new_empty(t.shape if w else (0,)) for t, w in zip(operands[:2], wants, strict=True))
+def _fake_gradient(operands: Operands, problem: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    d_input, d_target = (t.new_empty(t.shape if w else (0,)) for t, w in zip(operands[:2], arguments[-1], strict=True))
     return d_input, d_target
 
 
@@ -171,17 +193,24 @@ def _batched(info: BatchInfo, dims: Dims, operands: Operands) -> Operands:
 
 
 def _vmap_value(
-    info: BatchInfo, dims: Dims, operands: Operands, problem: str, scalars: Scalars, scale: float, dtype: torch.dtype
+    info: BatchInfo,
+    dims: Dims,
+    operands: Operands,
+    problem: str,
+    scalars: Scalars,
+    symbols: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, int]:
     given = _batched(info, dims, operands)
-    loss = per_row(*given, problem, scalars, accumulator(given.input))[0]
+    loss = per_row(*given, problem, scalars, symbols, accumulator(given.input))[0]
     return (loss.view(info.batch_size, math.prod(loss.shape[1:])).sum(-1) * scale).to(dtype), 0
 
 
 def _vmap_per_row(
-    info: BatchInfo, dims: Dims, operands: Operands, problem: str, scalars: Scalars, dtype: torch.dtype
+    info: BatchInfo, dims: Dims, operands: Operands, *arguments: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    loss, state = per_row(*_batched(info, dims, operands), problem, scalars, dtype)
+    loss, state = per_row(*_batched(info, dims, operands), *arguments)
     return (loss, state.view(state.size(0), info.batch_size, math.prod(loss.shape[1:]))), (0, 1)
 
 
@@ -191,11 +220,12 @@ def _vmap_gradient(
     operands: Operands,
     problem: str,
     scalars: Scalars,
+    symbols: Tensor | None,
     state: Tensor | None,
     wants: Sequence[bool],
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     # The states of one problem would not fit a batch of upstream gradients: they are found anew.
-    results = gradient(*_batched(info, dims, operands), problem, scalars, None, list(wants))
+    results = gradient(*_batched(info, dims, operands), problem, scalars, symbols, None, list(wants))
     d_input, d_target = (d if want else d.new_empty(info.batch_size, 0) for d, want in zip(results, wants, strict=True))
     return (d_input, d_target), (0, 0)
 

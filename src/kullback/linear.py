@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kullback import backends, topk
-from kullback.autograd import Context, Gradients, waits_for_scaler, weighted, widened
-from kullback.library import Scalars, library, of_fields, schema_of
+from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
+from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
 from kullback.tracing import is_traced
@@ -76,15 +76,15 @@ class Task(NamedTuple):
         return *self.problem.scalars, self.negligible
 
 
-def decode_task(key: str, scalars: Scalars) -> Task:
-    """The task of that key and those scalars."""
+def decode_task(key: str, scalars: tuple[float, ...] | None = None) -> Task:
+    """The task of that key and those scalars; without them, one that is good for shapes."""
     problem, dtype, chunk_rows, wants = key.rsplit(" ", 3)
-    *numbers, negligible = scalars
-    decoded = decode(problem, tuple(numbers))
+    decoded = decode(problem) if scalars is None else decode(problem, scalars[:-1])
+    negligible = 0.0 if scalars is None else scalars[-1]
     return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), tuple(wanted == "1" for wanted in wants))
 
 
-ROWS = f"{schema_of(Models)}, str task, float[] scalars"
+ROWS = f"{schema_of(Models)}, str task, {SCALARS}"
 library.define(f"linear_total({ROWS}, float scale) -> Tensor[]")
 library.define(f"linear_per_row({ROWS}) -> (Tensor, Tensor)")
 library.define(f"linear_gradient({ROWS}, Tensor state) -> Tensor[]")
@@ -278,32 +278,32 @@ def write_gradients(task: Task, models: Models, state: Tensor) -> list[Tensor]:
     return chunks.gradients()
 
 
-def _total(models: Models, task: str, scalars: Scalars, scale: float) -> list[Tensor]:
-    return sum_losses(decode_task(task, scalars), models, scale)
+def _total(models: Models, task: str, scalars: Scalars, symbols: Tensor | None, scale: float) -> list[Tensor]:
+    return sum_losses(decode_task(task, as_numbers(scalars, symbols)), models, scale)
 
 
-def _per_row(models: Models, task: str, scalars: Scalars) -> tuple[Tensor, Tensor]:
-    return row_losses(decode_task(task, scalars), models)
+def _per_row(models: Models, task: str, scalars: Scalars, symbols: Tensor | None) -> tuple[Tensor, Tensor]:
+    return row_losses(decode_task(task, as_numbers(scalars, symbols)), models)
 
 
-def _gradient(models: Models, task: str, scalars: Scalars, state: Tensor) -> list[Tensor]:
-    return write_gradients(decode_task(task, scalars), models, state)
+def _gradient(models: Models, task: str, scalars: Scalars, symbols: Tensor | None, state: Tensor) -> list[Tensor]:
+    return write_gradients(decode_task(task, as_numbers(scalars, symbols)), models, state)
 
 
-def _fake_total(models: Models, task: str, scalars: Scalars, scale: float) -> list[Tensor]:
-    asked = decode_task(task, scalars)
+def _fake_total(models: Models, task: str, *arguments: Any) -> list[Tensor]:
+    asked = decode_task(task)
     wanted = zip(models[:GRADIENTS], asked.wants, strict=True)
     gradients = (t.new_empty(t.shape) for t, wants in wanted if wants and t is not None)
     return [models.hidden.new_empty((), dtype=asked.dtype), *gradients]
 
 
-def _fake_per_row(models: Models, task: str, scalars: Scalars) -> tuple[Tensor, Tensor]:
-    loss = models.hidden.new_empty(models.hidden.size(0), dtype=decode_task(task, scalars).dtype)
+def _fake_per_row(models: Models, task: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    loss = models.hidden.new_empty(models.hidden.size(0), dtype=decode_task(task).dtype)
     return loss, packed(loss.size(0), len(RowState._fields), loss)
 
 
-def _fake_gradient(models: Models, task: str, scalars: Scalars, state: Tensor) -> list[Tensor]:
-    return _fake_total(models, task, scalars, 1.0)[1:]
+def _fake_gradient(models: Models, task: str, *arguments: Any) -> list[Tensor]:
+    return _fake_total(models, task)[1:]
 
 
 for name, function, fake in (
@@ -327,7 +327,7 @@ class LinearTotal(torch.autograd.Function):
     def forward(ctx: Context, task: Task, scale: float, *models: Tensor | None) -> Tensor:
         results: list[Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_total.default(*models, task.key, task.scalars, scale)
+            results = torch.ops.kullback.linear_total.default(*models, task.key, *as_arguments(task.scalars), scale)
         else:
             results = sum_losses(task, Models._make(models), scale)
         loss, *gradients = results
@@ -356,7 +356,7 @@ class LinearPerRow(torch.autograd.Function):
     def forward(ctx: Context, task: Task, *models: Tensor | None) -> Tensor:
         results: tuple[Tensor, Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_per_row.default(*models, task.key, task.scalars)
+            results = torch.ops.kullback.linear_per_row.default(*models, task.key, *as_arguments(task.scalars))
         else:
             results = row_losses(task, Models._make(models))
         loss, state = results
@@ -372,7 +372,8 @@ class LinearPerRow(torch.autograd.Function):
         task, models = ctx.task, Models._make(saved)
         models = models._replace(row_weight=weighted(widened(grad_out), models.row_weight))
         if is_traced(*(t for t in models if t is not None)):
-            gradients = torch.ops.kullback.linear_gradient.default(*models, task.key, task.scalars, state)
+            scalars = as_arguments(task.scalars)
+            gradients = torch.ops.kullback.linear_gradient.default(*models, task.key, *scalars, state)
         else:
             with backends.restored(ctx.backend):
                 gradients = write_gradients(task, models, state)
@@ -384,6 +385,26 @@ def _spread(ctx: Context, gradients: Sequence[Tensor]) -> Gradients:
     remaining = iter(gradients)
     wanted = (next(remaining) if wanted else None for wanted in ctx.task.wants)
     return *wanted, *(None for _ in range(ctx.count - GRADIENTS))
+
+
+def _asked(models: Models, key: str, scalars: Scalars, symbols: Tensor | None) -> Task:
+    """An operator's task, with the gradients that its caller will ask for: those of whom exported it may be others."""
+    wants = tuple(t is not None and t.requires_grad for t in models[:GRADIENTS])
+    return decode_task(key, as_numbers(scalars, symbols))._replace(wants=wants)
+
+
+def _differentiated_total(models: Models, *asked: Any) -> list[Tensor]:
+    *task, scale = asked
+    loss = LinearTotal.apply(_asked(models, *task), scale, *models)
+    return [loss, *_fake_total(models, *asked)[1:]]  # nobody looks at these: the Function has its own
+
+
+def _differentiated_per_row(models: Models, *task: Any) -> tuple[Tensor, Tensor]:
+    return LinearPerRow.apply(_asked(models, *task), *models), _fake_per_row(models, *task)[1]
+
+
+differentiated("linear_total", torch.ops.kullback.linear_total.default, of_fields(Models, _differentiated_total))
+differentiated("linear_per_row", torch.ops.kullback.linear_per_row.default, of_fields(Models, _differentiated_per_row))
 
 
 def task_of(problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int) -> Task:

@@ -104,8 +104,8 @@ class Problem:
 
 
 @functools.lru_cache(maxsize=1024)
-def decode(key: str, scalars: tuple[float, ...]) -> Problem:
-    """The problem of that key and those scalars."""
+def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0)) -> Problem:
+    """The problem of that key and those scalars; without them, one that is good for shapes."""
     kind, form, target_form, vocab = key.split()
     temperature, target_temperature, softcap, target_softcap, parameter = scalars
     input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)

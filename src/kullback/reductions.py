@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kullback.problem import accumulator
-from kullback.tracing import in_functorch
+from kullback.tracing import in_functorch, is_symbolic
 
 
 class Reduction(NamedTuple):
@@ -57,11 +57,16 @@ def reduction_of(
             return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
         inverse = 1 / positive(normalizer.detach().to(input.device, accumulator(input)))
         return Reduction(inverse if row_weight is None else row_weight * inverse, 1.0, False, dtype)
+    if normalizer is not None and is_symbolic(normalizer):
+        return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
     if normalizer is not None:
         return Reduction(row_weight, 1 / normalizer, False, dtype)
     if row_weight is not None:
         return Reduction(row_weight / positive(row_weight.sum()), 1.0, False, dtype)
-    return Reduction(None, 1 / max(math.prod(input.shape[:-1]), 1), False, dtype)
+    rows = math.prod(input.shape[:-1])
+    if torch.compiler.is_compiling():  # 1 / rows as a number would be compiled anew for each count
+        return Reduction(None, 1.0, False, dtype, divisor=torch.sym_max(rows, 1))
+    return Reduction(None, 1 / max(rows, 1), False, dtype)
 
 
 def positive(divisor: Tensor) -> Tensor:

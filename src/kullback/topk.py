@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +20,20 @@ from torch import Tensor
 from kullback import autograd, backends, library
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
-from kullback.library import BatchInfo, Dims, Scalars, batch_first
+from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
 from kullback.problem import Problem, Side, decode, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, row_vector
 
-operators.define("gather(Tensor input, Tensor ids, str problem, float[] scalars, bool tail) -> Tensor")
+operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, bool tail) -> Tensor")
 operators.define(
-    "scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, str problem, float[] scalars) -> Tensor"
+    f"scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, str problem, {SCALARS}) -> Tensor"
+)
+
+operators.define(
+    f"entries(Tensor values, Tensor indices, Tensor? skipped, str problem, {SCALARS}, "
+    "str form, str tail, bool as_logits, SymInt vocab) -> (Tensor, Tensor)"
 )
 
 
@@ -53,17 +60,31 @@ def teacher(
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
-        ids, target = in_torch.entries(problem, values, indices, skipped, of)
+        ids, target = ReadEntries.apply(values, indices, skipped, problem, of)
     else:
-        ids = indices.new_empty(indices.shape, dtype=torch.int64)
-        shape = *indices.shape[:-1], indices.size(-1) + (of.tail != "renormalize")
-        target = values.new_empty(shape, dtype=kept_dtype(values.dtype))
-        backends.run(Entries(problem, values, indices, skipped, of, ids, target))
-    log_vocab = math.log(max(of.vocab - ids.size(-1), 1))
+        ids, target = read_entries(problem, values, indices, skipped, of)
+    k, vocab = operator.index(ids.size(-1)), operator.index(of.vocab)  # a compiler must not take symbols' logarithm
+    log_vocab = math.log(max(vocab - k, 1))
     negligible = log_vocab + (math.log(4 * torch.finfo(values.dtype).eps) - log_vocab) / problem.target.temperature
     side = problem.target._replace(form="logits" if of.as_logits else "log_probs")
     has_tail = target.size(-1) > ids.size(-1)
     return Teacher(ids, dataclasses.replace(problem, target=side), negligible, has_tail), target
+
+
+def entries_like(values: Tensor, indices: Tensor, of: TopK) -> tuple[Tensor, Tensor]:
+    """Memory for distinct ids and a target."""
+    shape = *indices.shape[:-1], indices.size(-1) + int(of.tail != "renormalize")
+    target = values.new_empty(shape, dtype=kept_dtype(values.dtype))
+    return indices.new_empty(indices.shape, dtype=torch.int64), target
+
+
+def read_entries(
+    problem: Problem, values: Tensor, indices: Tensor, skipped: Tensor | None, of: TopK
+) -> tuple[Tensor, Tensor]:
+    """Distinct ids and the target there, as `Entries` has them."""
+    ids, target = entries_like(values, indices, of)
+    backends.run(Entries(problem, values, indices, skipped, of, ids, target))
+    return ids, target
 
 
 def at_ids(problem: Problem, form: str = "logits") -> Problem:
@@ -84,7 +105,7 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     has_tail = y.size(-1) > ids.size(-1)
     gathered = gather(problem, x, ids, has_tail)
     if has_tail:
-        y = in_torch.without_rounding(gathered, y, negligible, problem.input.form)
+        y = in_torch.without_rounding(gathered, y, negligible, problem)
     d_gathered = None if work.d_input is None else torch.empty_like(gathered)
     operands = work.operands._replace(input=gathered, target=y)
     backends.run(work._replace(problem=at_ids(problem), operands=operands, d_input=d_gathered))
@@ -92,16 +113,22 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
         backends.run(Scatter(problem, x, ids, gathered, d_gathered, work.d_input))
 
 
-def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool) -> Tensor:
-    decoded = decode(problem, tuple(scalars))
+def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
+    decoded = decode(problem, as_numbers(scalars, symbols))
     gathered = gather(decoded, decoded.narrow(as_rows(input)), ids.reshape(-1, ids.size(-1)), tail)
     return gathered.view(*ids.shape[:-1], gathered.size(-1))
 
 
 def _scatter(
-    input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Scalars
+    input: Tensor,
+    ids: Tensor,
+    gathered: Tensor,
+    d_gathered: Tensor,
+    problem: str,
+    scalars: Scalars,
+    symbols: Tensor | None,
 ) -> Tensor:
-    return scatter(decode(problem, tuple(scalars)), input, ids, gathered, d_gathered)
+    return scatter(decode(problem, as_numbers(scalars, symbols)), input, ids, gathered, d_gathered)
 
 
 def scatter(problem: Problem, input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor) -> Tensor:
@@ -115,29 +142,54 @@ def scatter(problem: Problem, input: Tensor, ids: Tensor, gathered: Tensor, d_ga
     return d_input
 
 
+def _entries(
+    values: Tensor,
+    indices: Tensor,
+    skipped: Tensor | None,
+    problem: str,
+    scalars: Scalars,
+    symbols: Tensor | None,
+    *of: Any,
+) -> tuple[Tensor, Tensor]:
+    return read_entries(decode(problem, as_numbers(scalars, symbols)), values, indices, skipped, TopK._make(of))
+
+
+operators.impl("entries", _entries, "CompositeExplicitAutograd")
 operators.impl("gather", _gather, "CompositeExplicitAutograd")
 operators.impl("scatter", _scatter, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("kullback::entries", lib=operators)
+def _(values: Tensor, indices: Tensor, skipped: Tensor | None, problem: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return entries_like(values, indices, TopK._make(arguments[2:]))
+
+
 @torch.library.register_fake("kullback::gather", lib=operators)
-def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool) -> Tensor:
+def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
     return input.new_empty((*ids.shape[:-1], ids.size(-1) + int(tail)), dtype=kept_dtype(input.dtype))
 
 
 @torch.library.register_fake("kullback::scatter", lib=operators)
-def _(input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: str, scalars: Scalars) -> Tensor:
+def _(input: Tensor, *arguments: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
 # vmap: a batch of rows is more rows.
 
 
-@torch.library.register_vmap("kullback::gather", lib=operators)
+@torch.library.register_vmap("kullback::entries", lib=operators)
 def _(
-    info: BatchInfo, in_dims: Dims, input: Tensor, ids: Tensor, problem: str, scalars: Scalars, tail: bool
-) -> tuple[Tensor, int]:
+    info: BatchInfo, in_dims: Dims, values: Tensor, indices: Tensor, skipped: Tensor | None, *arguments: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    tensors = zip((values, indices, skipped), in_dims, strict=False)
+    batched = (None if t is None else batch_first(t, dim, info.batch_size) for t, dim in tensors)
+    return torch.ops.kullback.entries.default(*batched, *arguments), (0, 0)
+
+
+@torch.library.register_vmap("kullback::gather", lib=operators)
+def _(info: BatchInfo, in_dims: Dims, input: Tensor, ids: Tensor, *arguments: Any) -> tuple[Tensor, int]:
     input, ids = (batch_first(t, dim, info.batch_size) for t, dim in zip((input, ids), in_dims, strict=False))
-    return torch.ops.kullback.gather.default(input, ids, problem, scalars, tail), 0
+    return torch.ops.kullback.gather.default(input, ids, *arguments), 0
 
 
 @torch.library.register_vmap("kullback::scatter", lib=operators)
@@ -148,12 +200,42 @@ def _(
     ids: Tensor,
     gathered: Tensor,
     d_gathered: Tensor,
-    problem: str,
-    scalars: Scalars,
+    *arguments: Any,
 ) -> tuple[Tensor, int]:
     tensors = (input, ids, gathered, d_gathered)
     batched = [batch_first(t, dim, info.batch_size) for t, dim in zip(tensors, in_dims, strict=False)]
-    return torch.ops.kullback.scatter.default(*batched, problem, scalars), 0
+    return torch.ops.kullback.scatter.default(*batched, *arguments), 0
+
+
+class ReadEntries(torch.autograd.Function):
+    """`read_entries`, differentiable in the values."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        values: Tensor, indices: Tensor, skipped: Tensor | None, problem: Problem, of: TopK
+    ) -> tuple[Tensor, Tensor]:
+        scalars = as_arguments(problem.scalars)
+        result: tuple[Tensor, Tensor] = torch.ops.kullback.entries.default(
+            values, indices, skipped, problem.key, *scalars, *of
+        )
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        values, indices, skipped, ctx.problem, ctx.of = inputs
+        ctx.save_for_backward(values, indices, skipped)
+        ctx.mark_non_differentiable(output[0])
+
+    @staticmethod
+    def backward(ctx: Context, _: Tensor, grad_out: Tensor) -> Gradients:
+        values, indices, skipped = ctx.saved_tensors
+
+        def formula(values: Tensor) -> Tensor:
+            return in_torch.entries(ctx.problem, values, indices, skipped, ctx.of)[1]
+
+        return torch.func.vjp(formula, values)[1](grad_out)[0], None, None, None, None
 
 
 class GatherRows(torch.autograd.Function):
@@ -163,7 +245,8 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, ids: Tensor, problem: Problem, tail: bool) -> Tensor:
-        gathered: Tensor = torch.ops.kullback.gather.default(input, ids, problem.key, problem.scalars, tail)
+        scalars = as_arguments(problem.scalars)
+        gathered: Tensor = torch.ops.kullback.gather.default(input, ids, problem.key, *scalars, tail)
         return gathered
 
     @staticmethod
@@ -184,7 +267,7 @@ class ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor, problem: Problem) -> Tensor:
         gradient: Tensor = torch.ops.kullback.scatter.default(
-            input, ids, gathered, d_gathered, problem.key, problem.scalars
+            input, ids, gathered, d_gathered, problem.key, *as_arguments(problem.scalars)
         )
         return gradient
 
@@ -197,6 +280,25 @@ class ScatterRows(torch.autograd.Function):
         raise RuntimeError("topk_divergence cannot be differentiated twice")
 
 
+def _operator(apply: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A Function of `count` tensors and a problem, as an operator has them."""
+
+    def function(*arguments: Any) -> Any:
+        key, scalars, symbols, *others = arguments[count:]
+        return apply(*arguments[:count], decode(key, as_numbers(scalars, symbols)), *others)
+
+    return function
+
+
+autograd.differentiated("gather", torch.ops.kullback.gather.default, _operator(GatherRows.apply, 2))
+autograd.differentiated("scatter", torch.ops.kullback.scatter.default, _operator(ScatterRows.apply, 4))
+autograd.differentiated(
+    "entries",
+    torch.ops.kullback.entries.default,
+    _operator(lambda *given: ReadEntries.apply(*given[:4], TopK._make(given[4:])), 3),
+)
+
+
 def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
     form, target = teacher.problem.input.form, operands.target
@@ -204,7 +306,7 @@ def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
         return at_ids(teacher.problem), operands._replace(input=gathered)
-    target = in_torch.without_rounding(gathered, target, teacher.negligible, form)
+    target = in_torch.without_rounding(gathered, target, teacher.negligible, teacher.problem)
     return at_ids(teacher.problem, form), operands._replace(input=gathered, target=target)
 
 

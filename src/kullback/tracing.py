@@ -11,6 +11,7 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
 _is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
 _forward_ad = torch.autograd.forward_ad
+UNLIKELY = 0.72317  # a bound that no check of an option has: what a check found is known of a symbol
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -25,6 +26,15 @@ def is_traced(*tensors: Tensor) -> bool:
         if type(tensor) not in PLAIN or _is_batched(tensor):
             return True
     return False
+
+
+def is_symbolic(number: float) -> bool:
+    """Whether a compiler knows the number as a symbol: then it cannot say on which side of anything it lies."""
+    if not torch.compiler.is_compiling():
+        return False
+    # A module that compilers have imported, and that takes long to import.
+    is_known = torch.fx.experimental.symbolic_shapes.statically_known_true
+    return not (is_known(number > UNLIKELY) or is_known(number <= UNLIKELY))
 
 
 def in_functorch() -> bool:

@@ -190,8 +190,8 @@ class Gather(NamedTuple):
     input: Tensor  # [rows, vocab]
     ids: Tensor  # [rows, k], distinct or -1
     gathered: Tensor  # [rows, k (+ 1)], to be written; with one column more the tail
-    target: Tensor | None = None  # [rows, k + 1]: its tail, if it is no more than `negligible`, is made none where the
-    negligible: float = 0.0  # input has none
+    target: Tensor | None = None  # [rows, k + 1]: its tail, if no more than `negligible`, may be nothing but rounding
+    negligible: float = 0.0
 
     @property
     def has_tail(self) -> bool:

@@ -109,10 +109,34 @@ INLINE long long head_of(const X *x, long long vocab)
     return head < vocab ? head : vocab;
 }
 
+/* log Σ exp of a few logarithms; of probabilities' */
+INLINE real few_lse(const real *values, long long k, bool are_probs)
+{
+    real top = -REAL_INFINITY, sum = 0;
+    for (long long j = 0; j < k; j++)
+        top = values[j] > top ? values[j] : top;
+    for (long long j = 0; j < k; j++)
+        sum += are_probs ? values[j] : safe_exp(values[j] - against(top));
+    return are_probs ? safe_log(sum) : against(top) + safe_log(sum);
+}
+
+/* Of a target's tail that may be nothing but rounding: none where the row has none. At a temperature it has grown beyond
+   measure, and no more is taken than the row has. One thread calls. */
+INLINE real likely_tail(const real *gathered, const real *target, long long k, bool is_tempered)
+{
+    if (gathered[k] == NOTHING)
+        return -REAL_INFINITY;
+    if (!is_tempered)
+        return target[k];
+    const real own = IS_PROBS ? safe_log(gathered[k]) : gathered[k];
+    const real share = own - few_lse(gathered, k, IS_PROBS) + few_lse(target, k, false);
+    return share < target[k] ? share : target[k];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
 kullback_gather(const X *x, const long long *ids, real *gathered, real *target, long long rows, long long vocab,
                 long long k, long long width, long long x_stride, double inv_temperature, double softcap,
-                double negligible)
+                double negligible, long long is_tempered)
 {
     const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap, scale = exponent_scale(inverse);
     __shared__ SoftmaxStats parts[WARPS];
@@ -174,8 +198,8 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             const real lse = infinite ? sum.max : against(sum.max) * inverse + safe_log(sum.sum_exp);
             const real tail = IS_PROBS ? sum.sum_exp : lse;
             gathered[row * width + k] = tail;
-            if (target && tail == NOTHING && target[row * width + k] <= (real)negligible)
-                target[row * width + k] = -REAL_INFINITY;
+            if (target && target[row * width + k] <= (real)negligible)
+                target[row * width + k] = likely_tail(gathered + row * width, target + row * width, k, is_tempered);
         }
         mark(own, k, head, false);
         __syncthreads();

@@ -87,6 +87,7 @@ def gather(work: Gather) -> None:
                 inv_temperature=1 / side.temperature,
                 softcap=side.softcap,
                 negligible=work.negligible,
+                is_tempered=int(work.problem.target.temperature != 1),
             ),
         )
 

@@ -65,10 +65,9 @@ def gather(work: Gather) -> None:
 
 
 def drop_rounding(work: Gather) -> None:
-    """Make none of the target's tail where the input has none and it may be rounding."""
+    """Leave in the target's tail what is more than rounding."""
     if work.target is not None:
-        tail = is_rounding(work.gathered, work.target, work.negligible, work.problem.input.form)
-        work.target[:, -1:].masked_fill_(tail, -math.inf)
+        work.target.copy_(without_rounding(work.gathered, work.target, work.negligible, work.problem))
 
 
 def scatter(work: Scatter) -> None:
@@ -154,15 +153,22 @@ def none_of(form: str) -> float:
     return 0.0 if form == "probs" else -math.inf
 
 
-def is_rounding(gathered: Tensor, target: Tensor, negligible: float, form: str) -> Tensor:
-    """Where the student has no tail and the target's may be what rounding left of 1 - 1: it would be p > 0 at q = 0."""
-    return (gathered[..., -1:] == none_of(form)) & (target[..., -1:] <= negligible)
+def without_rounding(gathered: Tensor, target: Tensor, negligible: float, problem: Problem) -> Tensor:
+    """The target without what is nothing but rounding in its tail.
 
-
-def without_rounding(gathered: Tensor, target: Tensor, negligible: float, form: str) -> Tensor:
-    """The target without a tail that may be rounding."""
-    tail = torch.where(is_rounding(gathered, target, negligible, form), -math.inf, target[..., -1:])
-    return torch.cat([target[..., :-1], tail], -1)
+    A tail that is no more than `negligible` may be what rounding left of 1 - 1. None is taken where the student has
+    none: it would be p > 0 at q = 0. At a temperature such a tail has grown beyond measure, and no more is taken than
+    the student has: of all teachers with these entries, one that is nearest.
+    """
+    form, tail, own = problem.input.form, target[..., -1:], gathered[..., -1:].detach()
+    likely = torch.where(own == none_of(form), -math.inf, tail)
+    if problem.target.temperature != 1:
+        values = gathered.detach()
+        logs = log_or_nothing(values) if form == "probs" else values
+        known = target[..., :-1].detach().logsumexp(-1, keepdim=True)
+        share = logs[..., -1:] - logs[..., :-1].logsumexp(-1, keepdim=True) + known
+        likely = torch.where(own == none_of(form), -math.inf, torch.minimum(tail, share.to(tail.dtype)))
+    return torch.cat([target[..., :-1], torch.where(tail <= negligible, likely, tail)], -1)
 
 
 def one_outcome(gathered: Tensor, ids: Tensor) -> Tensor:
