@@ -21,7 +21,7 @@ def default(kind):
 CASES = [
     *[(kind, *kinds.values(kind)) for kind in SMOOTH],
     *[("jensen_shannon", beta) for beta in (0.01, 0.5, 0.9)],
-    *[("skew_kl", alpha) for alpha in (0.0, 0.1, 0.5, 0.95)],
+    *[("skew_kl", alpha) for alpha in (1e-6, 0.1, 0.5, 0.95)],
     *[("alpha", alpha) for alpha in (-1.0, 0.2, 0.5, 2.0)],
     *[("renyi", alpha) for alpha in (0.2, 0.5, 2.0)],
 ]

@@ -1,7 +1,8 @@
 """torch.library operators, once for all divergences: schemas, implementations, fakes and vmap rules. No autograd.
 
 An operator takes the fields of `Operands` (work.py) as its tensors, and a problem as its key and its scalars
-(problem.py): as numbers, or in a tensor where they are a compiler's symbols. Arity is fixed: a gradient that is not wanted is an empty tensor.
+(problem.py): as numbers, or in a tensor where they are a compiler's symbols. Arity is fixed: a gradient that is not
+wanted is an empty tensor.
 """
 
 from __future__ import annotations
