@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kullback.backends import build
+from kullback.backends import cache
 from kullback.backends.c import compile
 from kullback.backends.printer import INFIX
 from kullback.formula import TENSOR
@@ -40,7 +40,7 @@ def library(request):
         ]
     )
     command = compile.compiler()
-    path = build.cached(compile.key(command, text), ".so", lambda: compile._compile(command, text))
+    path = cache.cached(compile.key(command, text), ".so", lambda: compile._compile(command, text))
     return ctypes.CDLL(str(path)), np.float64 if double else np.float32
 
 

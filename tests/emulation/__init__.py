@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from kullback.backends import build, cuda
+from kullback.backends import cache, cuda
+from kullback.backends.build import BuildError
 from kullback.backends.c import compile
 from kullback.backends.cuda import literal, logits, scale, source, topk
 
@@ -35,7 +36,7 @@ def library(text: str, name: str) -> ctypes.CDLL:
         f'extern "C" int run(int clusters, int cluster, int threads, {", ".join(parameters)})\n'
         f"{{\n    return gpu::launch(clusters, cluster, threads, [=] {{ {name}({names}); }});\n}}\n"
     )
-    path = build.cached(compile.key(FLAGS, text), ".so", lambda: built(text))
+    path = cache.cached(compile.key(FLAGS, text), ".so", lambda: built(text))
     run = ctypes.CDLL(str(path)).run
     kinds = [ctypes.c_void_p if "*" in p else KINDS[p.rsplit(None, 1)[0].strip()] for p in parameters]
     run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *kinds]
@@ -48,7 +49,7 @@ def built(text: str) -> bytes:
         code.write_text(text)
         done = subprocess.run(["g++", *FLAGS, str(code), "-o", str(binary)], capture_output=True, text=True)
         if done.returncode:
-            raise build.BuildError(done.stderr[-4000:])
+            raise BuildError(done.stderr[-4000:])
         return binary.read_bytes()
 
 
@@ -84,11 +85,11 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, "workspace", workspace)
     monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
     monkeypatch.setattr(logits, "_has_clusters", lambda index: False)
-    for cache in caches:
-        cache.cache_clear()
+    for each in caches:
+        each.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    for each in caches:
+        each.cache_clear()
     workspace.kept.clear()
 
 

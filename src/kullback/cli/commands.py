@@ -18,7 +18,7 @@ from rich.table import Table
 
 import kullback
 from kullback import kernelbench
-from kullback.backends import BACKENDS, build
+from kullback.backends import BACKENDS, cache
 from kullback.backends.c.compile import compiler
 from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
@@ -69,8 +69,12 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
 
 
 @app.command()
-def info() -> None:
+def info(
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Remove all compiled kernels first.")] = False,
+) -> None:
     """Versions, devices, the backends that can run here and why others cannot, and the cache."""
+    if clear_cache:
+        console.print(f"removed {cache.clear()} files from {cache.directory()}")
     table = Table(show_header=False, box=None)
     table.add_row("kullback", kullback.__version__)
     table.add_row("python", platform.python_version())
@@ -89,10 +93,9 @@ def info() -> None:
         if name == "c" and reason is None:
             told += f", compiled by {' '.join(compiler())}"
         table.add_row(f"backend {name}", told)
-    directory = build.cache_directory()
-    files = [f for f in directory.glob("*") if f.suffix in (".so", ".cubin")] if directory.exists() else []
-    size = sum(f.stat().st_size for f in files) / 2**20
-    table.add_row("cache", f"{directory} ({len(files)} kernels, {size:.1f} MiB)")
+    kernels = [entry for entry in cache.entries() if entry.path.suffix in (".so", ".cubin")]
+    size = sum(entry.size for entry in kernels) / 2**20
+    table.add_row("cache", f"{cache.directory()} ({len(kernels)} kernels, {size:.1f} MiB)")
     console.print(table)
 
 

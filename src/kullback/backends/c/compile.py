@@ -8,12 +8,13 @@ import functools
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kullback.backends import build
+from kullback.backends import cache
 from kullback.backends.arguments import Table, struct_fields, structure, table
 from kullback.backends.build import BuildError
 
@@ -28,6 +29,14 @@ FLAGS = [
     "-shared",
     "-fPIC",
 ]
+
+
+COMPILE_SECONDS = 300.0  # the slowest kernel takes two
+PROBE_SECONDS = 30.0
+
+
+class CompilerTimeoutError(BuildError):
+    """A compiler that did not finish: it is not asked again with other flags."""
 
 
 @functools.cache
@@ -62,7 +71,9 @@ def compiler() -> tuple[str, ...]:
     for extra in (["-fopenmp", native, *vectors], ["-fopenmp", native], ["-fopenmp"], ["-fopenmp-simd"], []):
         command = (*name.split(), *FLAGS, version, *extra)
         try:
-            build.cached(key(command, probe), ".so", functools.partial(_compile, command, probe))
+            cache.cached(key(command, probe), ".so", functools.partial(_compile, command, probe, PROBE_SECONDS))
+        except CompilerTimeoutError:
+            raise
         except BuildError as problem:
             error = str(problem)
             continue
@@ -70,22 +81,38 @@ def compiler() -> tuple[str, ...]:
     raise BuildError(error)
 
 
-def _compile(command: tuple[str, ...], source: str) -> bytes:
+def _compile(command: tuple[str, ...], source: str, seconds: float = COMPILE_SECONDS) -> bytes:
+    """The shared object. OSError where there is no folder to work in, which other backends need not care for."""
     with tempfile.TemporaryDirectory(prefix="kullback-") as directory:
-        code, binary = Path(directory) / "rows.c", Path(directory) / "rows.so"
+        code, binary, errors = (Path(directory) / name for name in ("rows.c", "rows.so", "errors"))
         code.write_text(source, encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [*command, str(code), "-o", str(binary), "-lm"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except OSError as error:
-            raise BuildError(f"{command[0]} could not be run: {error}") from error
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        with errors.open("wb") as output:  # a file: of a pipe, what a compiler started may hold the other end
+            try:
+                process = subprocess.Popen(
+                    [*command, str(code), "-o", str(binary), "-lm"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise BuildError(f"{command[0]} could not be run: {error}") from error
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                raise CompilerTimeoutError(f"{command[0]} did not finish in {seconds:.0f} seconds") from None
+        said = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
+        if status or not binary.exists():
+            raise BuildError(f"{' '.join(command)} failed: {said or f'status {status}, and no output'}")
         return binary.read_bytes()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With what it started."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def library() -> str:
@@ -110,10 +137,16 @@ def arguments_of(source: str) -> tuple[Table, type[ctypes.Structure]]:
 def function(source: str, name: str, arguments: type[ctypes.Structure]) -> Callable[[ctypes.Structure], None]:
     """A function of that source, which takes a pointer to such arguments; compiled where the cache lacks it."""
     command = compiler()
-    path = build.cached(key(command, source), ".so", lambda: _compile(command, source))
+    make = functools.partial(cache.cached, key(command, source), ".so", lambda: _compile(command, source))
+    path = make()
     try:
-        found = getattr(ctypes.CDLL(str(path)), name)
-    except (OSError, AttributeError) as error:  # for another machine, or in a folder that may not execute
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError:  # of a compiler that was broken then
+            path.unlink(missing_ok=True)
+            loaded = ctypes.CDLL(str(make()))
+        found = getattr(loaded, name)
+    except (OSError, AttributeError) as error:  # in a folder that may not execute, or still broken
         raise BuildError(f"a compiled kernel could not be loaded: {error}") from error
     found.argtypes = [ctypes.POINTER(arguments)]  # a structure is passed by reference
     found.restype = None

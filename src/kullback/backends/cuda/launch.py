@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kullback.backends import build
+from kullback.backends import cache
 from kullback.backends.build import BuildError
 from kullback.backends.cuda import plan
 
@@ -46,8 +46,8 @@ def _kernel(text: str, name: str, arch: str) -> Any:
     core = importlib.import_module("cuda.core")
     bindings = importlib.import_module("cuda.bindings")
     key = repr((text, arch, core.__version__, bindings.__version__))
-    path = build.cached(key, ".cubin", lambda: compile_cubin(text, arch))
-    return core.ObjectCode.from_cubin(build.read(path)).get_kernel(name)
+    path = cache.cached(key, ".cubin", lambda: compile_cubin(text, arch))
+    return core.ObjectCode.from_cubin(cache.read(path)).get_kernel(name)
 
 
 class Launcher:
