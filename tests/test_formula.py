@@ -1,14 +1,17 @@
 """Symbols, programs, what kernels make of expressions, and what is printed of them."""
 
+import itertools
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from kullback.backends.lowering import lowered, quotient, slopes_of
+from kullback.backends.lowering import _terms, lowered, quotient, slopes_of
 from kullback.backends.printer import print_functor
-from kullback.formula import TENSOR, Program, exp, geometric_mean, log, variable, where
+from kullback.divergences import DIVERGENCES, Divergence, Element
+from kullback.forms import FORMS, softmax_of
+from kullback.formula import TENSOR, Program, exp, geometric_mean, half_sign, log, variable, where
 from kullback.problem import Problem, Side, formula
 from tests import kinds, oracle
 from tests.kinds import KINDS
@@ -63,6 +66,8 @@ ROW = {
     "input_max": -0.2,
     "target_inv_sum_exp": 0.25,
     "input_inv_sum_exp": 0.4,
+    "target_log_sum_exp": -math.log(0.25),
+    "input_log_sum_exp": -math.log(0.4),
 }
 ROW["log_z_diff_high"] = (
     ROW["target_max"] * ROW["target_inv_temperature"]
@@ -94,12 +99,27 @@ def values(generator, **others):
     return {"x": x, "y": y, **numbers}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_mass_is_the_logarithm_of_the_mass(form, generator):
+    given = values(generator)
+    x = given["x"].abs() if form == "probs" else given["x"]
+    softmax = softmax_of("input")
+    made = Program(
+        {"mass": FORMS[form].mass(variable("x"), softmax), "log": FORMS[form].log_mass(variable("x"), softmax)}
+    )
+    found = made.run({**given, "x": x})
+    torch.testing.assert_close(found["mass"].log(), found["log"])
+
+
+@pytest.mark.parametrize(("form", "target_form"), [*itertools.product(FORMS, repeat=2)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_lowering_changes_no_value(kind, generator):
+def test_lowering_changes_no_value(kind, form, target_form, generator):
     given = values(generator, input_grad_sum=0.1, target_grad_sum=-0.2, **kinds.parameters(kind))
+    for name, held in (("x", form), ("y", target_form)):
+        given[name] = given[name].abs() if held == "probs" else given[name]
     names = ("term", "d_log_p", "d_log_q", "input", "target")
-    element = formula(kind, "logits", "logits").element
-    ours = Program({name: lowered(kind, "logits", "logits")[name] for name in names}).run(given, LOWERED)
+    element = formula(kind, form, target_form).element
+    ours = Program({name: lowered(kind, form, target_form)[name] for name in names}).run(given, LOWERED)
     expected = Program({name: element[name] for name in names}).run(given)
     for name in names:
         torch.testing.assert_close(ours[name], expected[name])
@@ -128,6 +148,56 @@ def test_slopes_times_masses_are_the_partials(kind, generator):
     slope_p = found["factor_p"] * (found["rest_p"] + found["coupling"] * found["rest_q"]) + found["offset_p"]
     torch.testing.assert_close(slope_q * found["q"], found["d_log_q"], rtol=1e-10, atol=1e-13)
     torch.testing.assert_close(slope_p * found["p"], found["d_log_p"], rtol=1e-10, atol=1e-13)
+
+
+def several_terms(x):
+    """Slopes that are sums of many terms."""
+    r, one = x.ratio, exp(-(x.ratio * x.ratio))
+    return Element(x.p * r, x.p * (2.0 * r + 3.0 * one - r * r + 0.5), x.q * (r - 2.0 * one + 1.5))
+
+
+def coupled_terms(x):
+    """One that is a multiple of the other's, and more."""
+    r, one = x.ratio, exp(-(x.ratio * x.ratio))
+    return Element(x.p * r, x.p * (2.0 * r - 3.0 * one + 0.5), x.q * (1.5 - 4.0 * r))
+
+
+@pytest.mark.parametrize("element", [several_terms, coupled_terms], ids=lambda f: f.__name__)
+def test_slopes_of_other_kinds(element, monkeypatch, generator):
+    monkeypatch.setitem(DIVERGENCES, element.__name__, Divergence(element))
+    test_slopes_times_masses_are_the_partials(element.__name__, generator)
+    slopes = slopes_of(element.__name__)
+    assert (slopes.coupling == 0.0) == (element is several_terms)
+
+
+def test_terms_add_up():
+    """Σ factor · term + offset is what was taken apart; what is the same for a row's elements is in factors and offset."""
+    x, y, a = variable("x"), variable("y"), variable("input_max")
+    one, other = exp(x), exp(y)
+    parts = (
+        a,
+        -a,
+        one,
+        -one,
+        one * a,
+        a * one,
+        a * (one - other),
+        -(other + a),
+        half_sign(x),
+        3.0 * half_sign(x),
+        1.0 - one,
+    )
+    given = {"x": torch.linspace(-1, 1, 8), "y": torch.linspace(2, -3, 8), "input_max": torch.tensor(0.7)}
+    for chosen in itertools.combinations(parts, 3):
+        whole = chosen[0] + (chosen[1] - chosen[2])
+        terms, offset = _terms(whole)
+        again = sum((factor * term for term, factor in terms.items()), start=offset)
+        ours, theirs = (Program({"out": value}).run(given, LOWERED)["out"] for value in (again, whole))
+        torch.testing.assert_close(
+            torch.as_tensor(ours).expand(8), torch.as_tensor(theirs).expand(8), check_dtype=False
+        )
+        for factor in (*terms.values(), offset):
+            assert torch.as_tensor(Program({"out": factor}).run(given, LOWERED)["out"]).dim() == 0
 
 
 def test_quotients():

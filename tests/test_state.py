@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kullback import backends
+from kullback.divergences import Pair
 from kullback.problem import Problem, Side
 from kullback.state import Mode, RowState, RowStats, RowSums, finish, merge_stats, merge_sums, packed, sums_of
 from kullback.work import Operands, Rows
@@ -207,3 +208,27 @@ def test_a_row_is_as_safe_as_its_safest_piece():
     modes = [torch.tensor([float(mode)]) for mode in (Mode.FAST, Mode.SAFE, Mode.STABLE)]
     zero = torch.zeros(1)
     assert merge_sums([RowSums(zero, zero, zero, zero, mode) for mode in modes]).mode == Mode.SAFE
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "total_variation"])
+@pytest.mark.parametrize(("spread", "most"), [(1.0, 3.0), (0.02, 0.03)])
+def test_normalisers_that_are_off(kind, spread, most, generator):
+    """As float32's are: a loss shows nothing of their first order and, of rows that are close, of their second.
+
+    total_variation has a corner at p = q, and keeps the first.
+    """
+    problem = problem_of(kind, "logits")
+    y = sample("logits", (4, 300), generator)
+    x = y + spread * torch.randn(y.shape, generator=generator, dtype=y.dtype)
+    log_p, log_q = y.log_softmax(-1), x.log_softmax(-1)
+    nothing = torch.zeros(4, dtype=torch.float64)
+    stats = RowStats(x.logsumexp(-1), y.logsumexp(-1), nothing, nothing, nothing, nothing)
+
+    def loss(off):
+        p, q = log_p.exp(), (log_q - off).exp()
+        element = problem.divergence(Pair(p, q, log_p - log_q + off, q - p, centred=True), *kinds.values(kind))
+        sums = (element.term, element.d_log_p, element.d_log_q, q - p)
+        return finish(problem, stats, RowSums(*(torch.as_tensor(t).expand(4, 300).sum(-1) for t in sums), nothing))[0]
+
+    for off in (2e-3, -2e-3):
+        assert (loss(off) - loss(0.0)).abs().max() < most * off**2

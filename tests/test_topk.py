@@ -499,3 +499,51 @@ def test_backward_again_and_of_changed_logits(generator):
             x += 0
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("vocab", [20, 3000])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_tail_of_four_roundings_may_be_none(temperature, vocab, backend, device):
+    """Of the dtype that entries are stored in: against a student that has nothing there."""
+    x = torch.full((2, vocab), -torch.inf)
+    x[:, 3] = 0
+    eps = torch.finfo(torch.float32).eps
+    stored = 1 - torch.tensor([[3.5], [4.5]]) * eps
+    ids = torch.full((2, 1), 3)
+    losses = kullback.topk_divergence(
+        *(t.to(device) for t in (x, stored, ids)), target_form="probs", temperature=temperature, reduction="none"
+    )
+    assert losses[0] == 0
+    assert losses[1] == torch.inf
+
+
+@pytest.mark.parametrize("form", ["logits", "log_probs", "probs"])
+@pytest.mark.parametrize("temperature", [1.0, 1.5, 2.0, 4.0])
+def test_a_sure_teacher_loses_nothing_to_its_student(temperature, form, backend, device, generator):
+    """Whose tail is nothing but what rounding left of 1 - 1: tempered, it would be most of the row."""
+    y = 2 * torch.randn(4, 30000, generator=generator)
+    y[:, 0] = 40
+    log_p, ids = y.log_softmax(-1).topk(64)
+    log_q = (y.double() / temperature).log_softmax(-1)
+    x = y if form == "logits" else (log_q if form == "log_probs" else log_q.exp()).float()
+    x = x.to(device).requires_grad_()
+    options = {"temperature": temperature} if form == "logits" else {"target_temperature": temperature}
+    loss = kullback.topk_divergence(x, log_p.to(device), ids.to(device), form=form, **options)
+    assert abs(loss.item()) < 1e-6
+    if form == "logits":
+        assert torch.autograd.grad(loss, x)[0].norm() < 1e-6 * 64
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["vmap", "grad", "compile"])
+def test_ids_that_are_no_tokens_are_refused_in_transforms(transform, generator):
+    x, values = torch.randn(3, 10, generator=generator), torch.rand(3, 2, generator=generator)
+    ids = torch.tensor([[1, 2], [3, 9999], [0, 1]])
+    loss = lambda x, v, i: kullback.topk_divergence(x, v, i, target_form="probs", tail="zero")
+    run = {
+        "vmap": torch.vmap(loss),
+        "grad": torch.func.grad(loss),
+        "compile": torch.compile(loss, backend="aot_eager"),
+    }
+    with pytest.raises((ValueError, RuntimeError), match="target_indices must lie from 0 to 9"):
+        run[transform](x, values, ids)

@@ -150,17 +150,17 @@ def jeffreys(x: Pair) -> Element:
     )
 
 
-BETWEEN = "between 0 and 1, and not so near that float32 takes it for either"
-
-
-def is_between(share: float) -> bool:
-    """A share of a mixture that both sides have one in."""
-    return 1.2e-38 < share < 1 - 3e-8
+LEAST_SHARE = 1.2e-38  # of a mixture: less of a mass may be nothing
 
 
 @partial(
     Divergence,
-    parameter=Parameter("beta", 0.5, BETWEEN, is_between),
+    parameter=Parameter(
+        "beta",
+        0.5,
+        "between 0 and 1, and not so near that float32 takes it for either",
+        lambda beta: LEAST_SHARE < beta < 1 - 3e-8,
+    ),
     reverse_kl_factor=3.0,  # never more than 2.8 where b is 1/2, so that exchanging p and q changes no row's mode
     least_mean_slope=0.0,  # Σ d_log_q is (1-b)·KL(q‖m)
 )
@@ -192,7 +192,9 @@ def jensen_shannon(x: Pair, beta: Value) -> Element:
 
 @partial(
     Divergence,
-    parameter=Parameter("alpha", 0.1, BETWEEN, is_between),
+    parameter=Parameter(
+        "alpha", 0.1, "more than 0, as float32 has it, and less than 1", lambda alpha: LEAST_SHARE < alpha < 1
+    ),
     reverse_kl_factor=3.0,
     least_mean_slope=0.0,  # Σ d_log_q is 1 - Σ p·q/m, and p·q/m at most (1-a)·p + a·q
 )

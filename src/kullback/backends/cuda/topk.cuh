@@ -120,17 +120,23 @@ INLINE real few_lse(const real *values, long long k, bool are_probs)
     return are_probs ? safe_log(sum) : against(top) + safe_log(sum);
 }
 
-/* Of a target's tail that may be nothing but rounding: none where the row has none. At a temperature it has grown beyond
-   measure, and no more is taken than the row has. One thread calls. */
-INLINE real likely_tail(const real *gathered, const real *target, long long k, bool is_tempered)
+/* Leave in a target's tail what is more than rounding: none where the row has none. At a temperature it has grown beyond
+   measure, and no more is taken than the row has; what it loses goes to the entries. One thread calls. */
+INLINE void drop_rounding(const real *gathered, real *target, long long k, bool is_tempered)
 {
-    if (gathered[k] == NOTHING)
-        return -REAL_INFINITY;
-    if (!is_tempered)
-        return target[k];
-    const real own = IS_PROBS ? safe_log(gathered[k]) : gathered[k];
-    const real share = own - few_lse(gathered, k, IS_PROBS) + few_lse(target, k, false);
-    return share < target[k] ? share : target[k];
+    const bool is_none = gathered[k] == NOTHING;
+    if (!is_tempered) {
+        target[k] = is_none ? -REAL_INFINITY : target[k];
+        return;
+    }
+    const real own = IS_PROBS ? safe_log(gathered[k]) : gathered[k], known = few_lse(target, k, false);
+    const real share = is_none ? -REAL_INFINITY : own - few_lse(gathered, k, IS_PROBS) + known;
+    if (!(share < target[k]))
+        return;
+    const real gain = safe_log1p(safe_exp(target[k] - known)) - safe_log1p(safe_exp(share - known));
+    for (long long j = 0; j < k; j++)
+        target[j] += gain;
+    target[k] = share + gain;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
@@ -199,7 +205,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             const real tail = IS_PROBS ? sum.sum_exp : lse;
             gathered[row * width + k] = tail;
             if (target && target[row * width + k] <= (real)negligible)
-                target[row * width + k] = likely_tail(gathered + row * width, target + row * width, k, is_tempered);
+                drop_rounding(gathered + row * width, target + row * width, k, is_tempered);
         }
         mark(own, k, head, false);
         __syncthreads();

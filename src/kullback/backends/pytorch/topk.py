@@ -162,13 +162,16 @@ def without_rounding(gathered: Tensor, target: Tensor, negligible: float, proble
     """
     form, tail, own = problem.input.form, target[..., -1:], gathered[..., -1:].detach()
     likely = torch.where(own == none_of(form), -math.inf, tail)
-    if problem.target.temperature != 1:
-        values = gathered.detach()
-        logs = log_or_nothing(values) if form == "probs" else values
-        known = target[..., :-1].detach().logsumexp(-1, keepdim=True)
-        share = logs[..., -1:] - logs[..., :-1].logsumexp(-1, keepdim=True) + known
-        likely = torch.where(own == none_of(form), -math.inf, torch.minimum(tail, share.to(tail.dtype)))
-    return torch.cat([target[..., :-1], torch.where(tail <= negligible, likely, tail)], -1)
+    if problem.target.temperature == 1:
+        return torch.cat([target[..., :-1], torch.where(tail <= negligible, likely, tail)], -1)
+    values = gathered.detach()
+    logs = log_or_nothing(values) if form == "probs" else values
+    known = target[..., :-1].detach().logsumexp(-1, keepdim=True)
+    share = logs[..., -1:] - logs[..., :-1].logsumexp(-1, keepdim=True) + known
+    likely = torch.where(own == none_of(form), -math.inf, torch.minimum(tail, share.to(tail.dtype)))
+    # What the tail loses goes to the entries: the row has the mass that it had.
+    gain = torch.logaddexp(known, tail.detach()) - torch.logaddexp(known, likely.detach())
+    return torch.where((tail <= negligible) & (tail > likely), torch.cat([target[..., :-1], likely], -1) + gain, target)
 
 
 def one_outcome(gathered: Tensor, ids: Tensor) -> Tensor:

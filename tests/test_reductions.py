@@ -1,0 +1,49 @@
+"""What becomes of rows' losses: every reduction, with every sort of weight and normalizer, as one writes it in torch."""
+
+import pytest
+import torch
+
+import kullback
+
+WEIGHTS = {"none": None, "plain": (1.0, 0.0, 0.4, 2.0), "with a gradient": (1.0, 0.0, 0.4, 2.0), "all 0": (0.0,) * 4}
+NORMALIZERS = {"none": None, "number": 2.5, "tensor": 2.5, "with a gradient": 2.5, "0": 0.0, "0 with a gradient": 0.0}
+
+
+def tensor(values, name):
+    if values is None or name == "number":
+        return values
+    return torch.tensor(values, dtype=torch.float64).requires_grad_(name.endswith("with a gradient"))
+
+
+def written_out(losses, weight, reduction, normalizer):
+    weighted = losses if weight is None else torch.where(weight == 0, 0.0, losses) * weight
+    if reduction == "none":
+        return weighted
+    if reduction == "sum":
+        return weighted.sum()
+    count = len(losses) if weight is None else weight.sum()
+    divisor = torch.as_tensor(count if normalizer is None else normalizer)
+    return weighted.sum() / (divisor if divisor != 0 else 1)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_as_written_out(reduction, weight, normalizer, backend, device, generator):
+    if normalizer != "none" and reduction != "mean":
+        with pytest.raises(ValueError, match="normalizer"):
+            kullback.divergence(torch.zeros(4, 3), torch.zeros(4, 3), reduction=reduction, normalizer=1.0)
+        return
+    x, y = (torch.randn(4, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    w, n = tensor(WEIGHTS[weight], weight), tensor(NORMALIZERS[normalizer], normalizer)
+    to = lambda t: t.to(device) if isinstance(t, torch.Tensor) else t
+    log_p = y.log_softmax(-1)
+    expected = written_out((log_p.exp() * (log_p - x.log_softmax(-1))).sum(-1), w, reduction, n)
+    ours = kullback.divergence(to(x), to(y), reduction=reduction, row_weight=to(w), normalizer=to(n))
+    torch.testing.assert_close(ours.cpu(), expected)
+    leaves = [t for t in (x, w, n) if isinstance(t, torch.Tensor) and t.requires_grad]
+    both = (torch.autograd.grad(3 * loss.sum(), leaves, allow_unused=True) for loss in (ours, expected))
+    for a, b, leaf in zip(*both, leaves, strict=True):
+        a, b = (torch.zeros_like(leaf) if g is None else g.cpu() for g in (a, b))
+        torch.testing.assert_close(a, b)
