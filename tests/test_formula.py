@@ -171,7 +171,7 @@ def test_slopes_of_other_kinds(element, monkeypatch, generator):
 
 
 def test_terms_add_up():
-    """Σ factor · term + offset is what was taken apart; what is the same for a row's elements is in factors and offset."""
+    """Σ factor · term + offset is what was taken apart; what all elements of a row share is in factors and offset."""
     x, y, a = variable("x"), variable("y"), variable("input_max")
     one, other = exp(x), exp(y)
     parts = (

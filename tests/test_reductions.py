@@ -1,4 +1,4 @@
-"""What becomes of rows' losses: every reduction, with every sort of weight and normalizer, as one writes it in torch."""
+"""What becomes of losses of rows: every reduction, weight and normalizer, as one writes it in torch."""
 
 import pytest
 import torch
