@@ -39,7 +39,7 @@ TARGETS = {
     },
     "forms": {"matrix": "float64 or float32", "truth_table": ""},
     "state": {"state": ""},
-    "reductions": {"pytorch": "", "truth_table": "", "linear": ""},
+    "reductions": {"reductions": ""},
     "autograd": {"pytorch": "", "truth_table": "", "logits_options": ""},
     "topk": {"topk": "", "linear": ""},
     "linear": {"linear": ""},

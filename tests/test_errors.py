@@ -6,6 +6,7 @@ import torch
 import kullback
 
 X = torch.full((3, 4), 0.25)
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ X = torch.full((3, 4), 0.25)
         (lambda: kullback.divergence(X, X, "jensen_shannon", beta=1.5), ValueError, ["between 0 and 1"]),
         (lambda: kullback.divergence(X, X, "jensen_shannon", beta=1 - 1e-9), ValueError, ["beta", "float32"]),
         (lambda: kullback.divergence(X, X, "jensen_shannon", beta=1e-46), ValueError, ["beta", "float32"]),
+        (lambda: kullback.divergence(X, X, temperature=1e39), ValueError, ["temperature must lie", "1e30", r"1e\+39"]),
+        (lambda: kullback.divergence(X, X, temperature=1e-39), ValueError, ["temperature must lie", "1e-30"]),
+        (lambda: kullback.divergence(X, X, temperature=10**400), ValueError, ["temperature", "finite"]),
+        (lambda: kullback.divergence(X, X, temperature=torch.tensor(2.0)), TypeError, ["temperature.item()"]),
+        (lambda: kullback.divergence(NESTED, NESTED), TypeError, ["input", "nested", "values()"]),
         (lambda: kullback.divergence(X, X, "skew_kl", alpha=0), ValueError, ["alpha", "more than 0", "got 0"]),
         (lambda: kullback.divergence(X, X, "skew_kl", alpha=1), ValueError, ["alpha", "less than 1"]),
         (lambda: kullback.divergence(X, X, "skew_kl", alpha="a"), TypeError, ["alpha", "number", "str"]),

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import kullback
 from kullback import linear
@@ -514,3 +515,22 @@ def test_a_heads_gradient_is_summed_in_float32(backend, device, generator):
         loss = kullback.linear_divergence(h, w, t, v, chunk_rows=chunk_rows)
         gradients.append(torch.autograd.grad(loss, w)[0].double())
     assert relative_error(*gradients) < 3e-3  # two roundings; 150 would be 2e-2
+
+
+def test_products_are_counted(generator):
+    """By PyTorch's counter of floating-point operations: products, that is."""
+    h, w, _, t, v, _ = operands(generator, torch.float32)
+    for reduction in ("mean", "none"):
+        with FlopCounterMode(display=False) as counter:
+            kullback.linear_divergence(h, w, t.detach(), v.detach(), reduction=reduction).sum().backward()
+        rows = h.numel() // h.size(-1)
+        student, teacher = 2 * rows * w.numel(), 2 * rows * v.numel()
+        again = student + teacher if reduction == "none" else 0  # backward projects again
+        assert counter.get_total_flops() == 3 * student + teacher + again
+
+
+def test_batched_gradients_are_refused(generator):
+    h, w, _, t, v, _ = operands(generator, torch.float32, rows=(3,))
+    loss = kullback.linear_divergence(h, w, t, v, reduction="none")
+    with pytest.raises(RuntimeError, match=r"batched gradients.*use divergence\(F.linear"):
+        torch.autograd.grad(loss, h, torch.eye(3), is_grads_batched=True)

@@ -282,3 +282,44 @@ def test_second_derivatives_at_ties(kind, teacher):
         )
     )
     torch.testing.assert_close(ours, truth)
+
+
+def test_meta_and_fake_tensors():
+    """Shapes and dtypes without values, for every public function."""
+    shapes = {
+        "hidden": (3, 4),
+        "head": (7, 4),
+        "teacher": (3, 5),
+        "teacher_head": (7, 5),
+        "x": (3, 7),
+        "values": (3, 2),
+    }
+
+    def results(**options):
+        t = {name: torch.empty(shape, **options) for name, shape in shapes.items()}
+        values, ids = torch.empty(3, 2, **options), torch.empty((3, 2), dtype=torch.int64, **options)
+        for reduction in ("mean", "none"):
+            yield kullback.kl_div(t["x"].bfloat16(), t["x"].bfloat16(), reduction)
+            yield kullback.divergence(t["x"], t["x"], reduction=reduction)
+            yield kullback.topk_divergence(t["x"], values, ids, reduction=reduction)
+            models = (t[name] for name in ("hidden", "head", "teacher", "teacher_head"))
+            yield kullback.linear_divergence(*models, reduction=reduction)
+
+    expected = [(), (), (), (), (3, 7), (3,), (3,), (3,)]
+    assert [tuple(result.shape) for result in results(device="meta")] == expected
+    with torch._subclasses.FakeTensorMode():
+        assert [tuple(result.shape) for result in results()] == expected
+
+
+def test_batched_gradients(backend, device, generator):
+    x, y = pair("logits", (3, 7), generator, device)
+    loss = kullback.divergence(x, y, reduction="none")
+    together = torch.autograd.grad(loss, x, torch.eye(3, device=device, dtype=x.dtype), is_grads_batched=True)[0]
+    for i, row in enumerate(together):
+        torch.testing.assert_close(row, torch.autograd.grad(kullback.divergence(x, y, reduction="none")[i], x)[0])
+
+
+def test_numpys_numbers_are_numbers(generator):
+    x, y = pair("logits", (3, 7), generator, "cpu")
+    numpy = x.detach().float().numpy().dtype.type(2)
+    assert kullback.divergence(x, y, temperature=numpy) == kullback.divergence(x, y, temperature=2.0)

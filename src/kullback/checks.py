@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import numbers
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, SupportsIndex
 
@@ -93,11 +95,10 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
                 f"kind {kind!r} has no parameter {name!r}{_nearest(str(name), names)}; "
                 f"it has: {', '.join(names) or 'none'}"
             )
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-        if not (-math.inf < value < math.inf and known.admits(value)):
-            raise ValueError(f"{name} of kind {kind!r} must be {known.domain}; got {value}")
-        result = float(value)
+        given = number(str(name), value)
+        if not (-LARGEST < given < LARGEST and known.admits(given)):
+            raise ValueError(f"{name} of kind {kind!r} must be {known.domain}; got {given}")
+        result = float(given)
     return result
 
 
@@ -186,20 +187,34 @@ def check_inplace(
 def _quotient(name: str, value: float, of: str, scale: float) -> float:
     """value / scale, which kernels hold in float32; 0 of a softcap that there is not."""
     quotient = value / scale
-    if value and (scale != 1 or "softcap" in name) and not 1e-30 < quotient < 1e30:
-        raise ValueError(f"{name} / {of} must lie between 1e-30 and 1e30; got {value} / {scale}")
+    if value and not 1e-30 < quotient < 1e30:
+        asked, got = (name, f"{value}") if scale == 1 else (f"{name} / {of}", f"{value} / {scale}")
+        raise ValueError(f"{asked} must lie between 1e-30 and 1e30; got {got}")
     return quotient
 
 
 def _of_logits(name: str, value: float, form: str, is_for_other_side: bool, verb: str, otherwise: float = 1.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
-    if not 0 < value < math.inf:
+    value = number(name, value)
+    if not 0 < value < LARGEST:
         raise ValueError(f"{name} must be positive and finite; got {value}")
     if form != "logits":
         if (value != 1 or otherwise != 1) and not is_for_other_side:
             raise ValueError(f"{name} {verb} logits, and form {form!r} holds none; got {value}")
         return otherwise
+    return float(value)
+
+
+LARGEST = sys.float_info.max  # an integer may be larger, and is no float then
+
+
+def number(name: str, value: object) -> float:
+    """NumPy's numbers are numbers, tensors are not: reading one may wait for a device."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a number; got a Tensor: {name}.item() is its number")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
     return float(value)
 
 
@@ -233,9 +248,16 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Te
         raise ValueError(f"normalizer must be positive and finite; got {normalizer}")
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on for its device; the meta device has none."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
 def check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor: give its rows, {name}.values(), or a padded tensor")
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
 
@@ -291,7 +313,7 @@ def projection(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{bias_name} must have the shape {shape(weight, 1)}; got {shape(bias)}")
     tensors = list(given.values())
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in [t.dtype for t in tensors]:
+    if is_autocast(hidden) and torch.float64 not in [t.dtype for t in tensors]:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         tensors = [tensor.to(dtype) for tensor in tensors]
     for which, tensor in zip(given, tensors, strict=True):

@@ -73,7 +73,7 @@ def kl_div(
                 f"got {checks.shape(input)} and {checks.shape(target)}"
             ) from None
     dtype = torch.promote_types(input.dtype, target.dtype)
-    if dtype.itemsize < 4 and torch.is_autocast_enabled(input.device.type):
+    if dtype.itemsize < 4 and checks.is_autocast(input):
         dtype = torch.float32
     forms = form, "log_probs" if log_target else "probs"
     # Dynamo may take the numbers of an object that it did not see made for inputs of the graph.

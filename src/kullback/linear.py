@@ -11,19 +11,21 @@ rows keep the rows' states, and backward projects again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kullback import backends, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
-from kullback.tracing import is_traced
+from kullback.tracing import is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, as_rows
 
 # All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
@@ -315,7 +317,27 @@ for name, function, fake in (
     torch.library.register_fake(f"kullback::{name}", of_fields(Models, fake), lib=library)
 
 
+def _flops(writes_gradients: bool, *arguments: Any, out_val: object = None) -> int:
+    """Of the products: each side's logits, and from there the gradients that are wanted."""
+    models = Models._make(arguments[: len(Models._fields)])
+    wants = decode_task(arguments[len(models)]).wants
+    total = 0
+    for hidden, weight, wanted in ((*models[:2], wants[:2]), (*models[3:5], wants[3:5])):
+        if weight is not None:
+            total += 2 * hidden.size(0) * weight.numel() * (1 + writes_gradients * sum(wanted))
+    return total
+
+
+for name, writes_gradients in (("linear_total", True), ("linear_per_row", False), ("linear_gradient", True)):
+    count = functools.partial(_flops, writes_gradients)
+    register_flop_formula(getattr(torch.ops.kullback, name), get_raw=True)(count)
+
+
 ONCE = "linear_divergence does not support double backward; use divergence(F.linear(input, weight), ...)"
+BATCHED = (
+    "linear_divergence has no batched gradients (is_grads_batched, or a vectorized jacobian); "
+    "use divergence(F.linear(input, weight), ...)"
+)
 # Private; where it is missing, gradients are copied as if another backward were to come.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
@@ -368,6 +390,8 @@ class LinearPerRow(torch.autograd.Function):
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
         if torch.is_grad_enabled():
             raise RuntimeError(ONCE)
+        if not torch.compiler.is_compiling() and is_batched(grad_out):
+            raise RuntimeError(BATCHED)
         state, *saved = ctx.saved_tensors
         task, models = ctx.task, Models._make(saved)
         models = models._replace(row_weight=weighted(widened(grad_out), models.row_weight))

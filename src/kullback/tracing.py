@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,9 @@ from torch import Tensor
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
-_is_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # by is_grads_batched
+is_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)  # by is_grads_batched
 _forward_ad = torch.autograd.forward_ad
 UNLIKELY = 0.72317  # a bound that no check of an option has: what a check found is known of a symbol
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -23,7 +27,7 @@ def is_traced(*tensors: Tensor) -> bool:
     if getattr(_forward_ad, "_current_level", -1) >= 0:
         return True
     for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
-        if type(tensor) not in PLAIN or _is_batched(tensor):
+        if type(tensor) not in PLAIN or is_batched(tensor):
             return True
     return False
 
