@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import kullback
 from kullback import kernelbench
+from kullback.backends import cache as kernels
 from kullback.cli.commands import app
 from tests.kinds import KINDS
 
@@ -90,6 +91,10 @@ def test_bench_measures_writes_and_draws(tmp_path):
         (["--json", "/no/such/folder/x.json"], "no folder"),
         (["--noise", "0.1"], "it is for logits; got form 'probs'"),
         (["--repeats", "0"], "greater than or equal to 1"),
+        (["--json", "/tmp"], "/tmp is a folder"),
+        (["--plot", "/tmp/x.tiff"], "x.tiff does not end in .png, .pdf, .svg"),
+        (["--shape", "99999999999x99999999999"], "no row of 99999999999 tokens fits"),
+        (["--form", "logits", "--noise", "inf"], "finite"),
     ],
 )
 def test_bench_refuses_before_any_work(arguments, words):
@@ -180,3 +185,12 @@ def test_standalone_builds_and_agrees(tmp_path, monkeypatch):
         ours = module.ModelNew()(predictions, targets)
         assert ours.shape == ()
         torch.testing.assert_close(ours, kullback.kl_div(predictions, targets, "batchmean", form="probs"))
+
+
+def test_info_clears_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernels.cached("key", ".so", lambda: b"binary")
+    result = run("info", "--clear-cache")
+    assert result.exit_code == 0
+    assert "removed 2 files" in result.output
+    assert not list(kernels.entries())

@@ -52,7 +52,7 @@ def fitting_rows(rows: int, vocab: int, dtype: torch.dtype, device: str) -> int:
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_memory()
     # Two inputs, a gradient, and the six or so float32 temporaries of an eager formula.
     per_row = vocab * (3 * dtype.itemsize + 6 * max(4, dtype.itemsize))
-    return max(1, min(rows, int(0.8 * free) // per_row))
+    return min(rows, int(0.8 * free) // per_row)
 
 
 def _available_memory() -> int:
@@ -162,6 +162,8 @@ def bench(
 ) -> dict[str, Any]:
     """Everything about one case, as plain data."""
     wanted, rows = rows, fitting_rows(rows, vocab, DTYPES[dtype], device)
+    if rows < 1:
+        raise MemoryError(f"no row of {vocab} tokens fits the memory of {device}")
     progress("drawing inputs")
     x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
     clock = Clock(device, repeats)

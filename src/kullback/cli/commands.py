@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,7 +135,7 @@ def bench(
         typer.Option(min=0.0, help="Of logits: the student is the teacher and so much normal noise; 0.03 is close."),
     ] = 1.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG, PDF or SVG.")] = None,
 ) -> None:
     """Time a loss beside its rivals, against the speed of reading its inputs in the same run.
 
@@ -150,9 +152,12 @@ def bench(
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
     if noise != 1 and form != "logits":
         raise typer.BadParameter(f"it is for logits; got form {form!r}", param_hint="--noise")
-    for option, path in (("--json", json_path), ("--plot", plot)):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+    if not math.isfinite(noise):
+        raise typer.BadParameter(f"it has to be finite; got {noise}", param_hint="--noise")
+    _writable("--json", json_path)
+    _writable("--plot", plot, PLOTS)
+    if bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device) < 1:
+        raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("it needs matplotlib: pip install 'kullback[plot]'", param_hint="--plot")
     repeats = repeats or (20 if device == "cuda" else 3)
@@ -166,6 +171,26 @@ def bench(
     if result["worst_row_error"] > ROW_BUDGET[dtype]:
         console.print(f"[red]a row is off by {result['worst_row_error']:.1e}[/]")
         raise typer.Exit(1)
+
+
+PLOTS = (".png", ".pdf", ".svg")
+
+
+def _writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:
+    """Said before the work, whose results would be lost."""
+    reason = ""
+    if path is None:
+        return
+    if path.is_dir():
+        reason = f"{path} is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = f"{path} cannot be written"
+    elif suffixes and path.suffix not in suffixes:
+        reason = f"{path.name} does not end in {', '.join(suffixes)}"
+    if reason:
+        raise typer.BadParameter(reason, param_hint=option)
 
 
 # A row's terms have both signs: near p = q its relative error is more than its terms'.

@@ -63,8 +63,8 @@ INLINE real safe_exp(real x)
     const real y = (exp_series(r) * (r * r) + r) + 1;
     /* 2^n in two factors: the result may be subnormal where 2^n itself is not a number */
     const bits whole = (bits)n, half = whole >> 1;
-    const real first = from_bits((half + EXPONENT_BIAS) << MANTISSA_BITS);
-    const real second = from_bits((whole - half + EXPONENT_BIAS) << MANTISSA_BITS);
+    const real first = from_bits((bits)((ubits)(half + EXPONENT_BIAS) << MANTISSA_BITS));
+    const real second = from_bits((bits)((ubits)(whole - half + EXPONENT_BIAS) << MANTISSA_BITS));
     const real result = (y * first) * second;
     return x == x ? result : x;
 }
