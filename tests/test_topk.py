@@ -547,3 +547,19 @@ def test_ids_that_are_no_tokens_are_refused_in_transforms(transform, generator):
     }
     with pytest.raises((ValueError, RuntimeError), match="target_indices must lie from 0 to 9"):
         run[transform](x, values, ids)
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0, 1e4])
+def test_an_offset_costs_no_digits(offset, backend, device, generator):
+    """Of all of a row's logits. The student's are what float32 holds with it."""
+    y = 3 * torch.randn(4, 500, generator=generator, dtype=torch.float64)
+    x = (y + 1e-2 * torch.randn(y.shape, generator=generator, dtype=torch.float64) + offset).float().double()
+    log_p, ids = y.log_softmax(-1).topk(8)
+    losses, gradients = [], []
+    for dtype in (torch.float64, torch.float32):
+        student = x.to(device, dtype).requires_grad_()
+        loss = kullback.topk_divergence(student, log_p.to(device), ids.to(device))
+        losses.append(loss.item())
+        gradients.append(torch.autograd.grad(loss, student)[0].double())
+    assert abs(losses[1] - losses[0]) < 1e-5 * losses[0]  # of 2e-5; an offset of 1e4 in the tail would be 1e-3 of it
+    assert relative_error(gradients[1], gradients[0]) < 2e-5  # of rows that are near

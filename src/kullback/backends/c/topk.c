@@ -18,31 +18,46 @@ typedef struct {
     int32_t threads;
 } Arguments;
 
-/* An element as it counts */
-INLINE real counted(X x, real inv_temperature, real softcap)
+/* How elements of a row count */
+typedef struct { real inv_temperature, softcap, reference; } Counting;
+
+INLINE real counted(X x, Counting c)
 {
     const real value = LOAD_X(x);
-    (void)softcap;
-    return IS_LOGITS ? (IS_CAPPED ? softcapped(value, softcap) : value) * inv_temperature : value;
+    return IS_LOGITS ? (IS_CAPPED ? softcapped(value, c.softcap) : value - c.reference) * c.inv_temperature : value;
+}
+
+/* The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail. */
+static real reference_of(const X *x, const int64_t *ids, int64_t k)
+{
+    real largest = -(real)INFINITY;
+    if (!IS_LOGITS || IS_CAPPED)
+        return 0;
+    for (int64_t j = 0; j < k; j++) {
+        const real value = ids[j] < 0 ? -(real)INFINITY : LOAD_X(x[ids[j]]);
+        largest = value > largest ? value : largest;
+    }
+    return safe_abs(largest) < (real)INFINITY ? largest : (real)0;
 }
 
 /* d counted / dx, from what it counts as */
-INLINE real counted_grad(real value, real inv_temperature, real softcap)
+INLINE real counted_grad(real value, Counting c)
 {
-    (void)softcap;
-    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value / inv_temperature, softcap) : (real)1) * inv_temperature : (real)1;
+    if (!IS_LOGITS)
+        return 1;
+    return (IS_CAPPED ? softcap_grad(value / c.inv_temperature, c.softcap) : (real)1) * c.inv_temperature;
 }
 
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
 
-NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n, real inv_temperature, real softcap)
+NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n, Counting c)
 {
     double total = 0;
     real top = -(real)INFINITY, poison = 0; /* a maximum drops NaN; a sum of zeros does not */
     if (!IS_PROBS) {
 #pragma omp simd reduction(max: top) reduction(+: poison)
         for (int64_t i = 0; i < n; i++) {
-            const real value = mark[i] ? NOTHING : counted(x[i], inv_temperature, softcap);
+            const real value = mark[i] ? NOTHING : counted(x[i], c);
             top = value > top ? value : top;
             poison += value == value ? (real)0 : value;
         }
@@ -54,7 +69,7 @@ NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n,
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++) {
-            const real value = mark[i] ? NOTHING : counted(x[i], inv_temperature, softcap);
+            const real value = mark[i] ? NOTHING : counted(x[i], c);
             part += IS_PROBS ? value : safe_exp(value - top);
         }
         total += part;
@@ -62,15 +77,15 @@ NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n,
     return IS_PROBS ? total : (double)top + log(total);
 }
 
-NOINLINE static void scatter_tail(const X *x, X *out, const unsigned char *mark, int64_t n, real inv_temperature,
-                                  real softcap, real tail, real d_tail)
+NOINLINE static void scatter_tail(const X *x, X *out, const unsigned char *mark, int64_t n, Counting c, real tail,
+                                  real d_tail)
 {
     const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        const real value = counted(x[i], inv_temperature, softcap);
+        const real value = counted(x[i], c);
         const real part
-            = IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, inv_temperature, softcap));
+            = IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, c));
         out[i] = STORE_X(mark[i] ? (real)0 : part);
     }
 }
@@ -93,12 +108,13 @@ void kullback_gather(const Arguments *a)
         for (int64_t row = 0; row < a->rows; row++) {
             const X *x = a->x + row * a->x_stride;
             const int64_t *ids = a->ids + row * a->k;
+            const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
             real *gathered = a->gathered + row * a->width;
             for (int64_t j = 0; j < a->k; j++)
-                gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], inv_temperature, softcap);
+                gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], c);
             if (has_tail) {
                 set_marks(mark, ids, a->k, 1);
-                gathered[a->k] = (real)tail_of(x, mark, a->vocab, inv_temperature, softcap);
+                gathered[a->k] = (real)tail_of(x, mark, a->vocab, c);
                 set_marks(mark, ids, a->k, 0);
             }
         }
@@ -119,18 +135,19 @@ void kullback_scatter(const Arguments *a)
             X *out = a->d_input + row * a->d_input_stride;
             const int64_t *ids = a->ids + row * a->k;
             const real *gathered = a->gathered + row * a->width, *d_gathered = a->d_gathered + row * a->width;
+            const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
             const real tail = has_tail ? gathered[a->k] : (real)0;
             const real d_tail = has_tail ? d_gathered[a->k] : (real)0;
             if (d_tail == 0)
                 memset(out, 0, (size_t)a->vocab * sizeof(X));
             else {
                 set_marks(mark, ids, a->k, 1);
-                scatter_tail(x, out, mark, a->vocab, inv_temperature, softcap, tail, d_tail);
+                scatter_tail(x, out, mark, a->vocab, c, tail, d_tail);
                 set_marks(mark, ids, a->k, 0);
             }
             for (int64_t j = 0; j < a->k; j++)
                 if (ids[j] >= 0) {
-                    const real slope = counted_grad(gathered[j], inv_temperature, softcap);
+                    const real slope = counted_grad(gathered[j], c);
                     out[ids[j]] = STORE_X(d_gathered[j] == 0 ? (real)0 : d_gathered[j] * slope);
                 }
         }

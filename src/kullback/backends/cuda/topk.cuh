@@ -17,8 +17,11 @@ enum { WARPS = THREADS / WARP };
 /* A bit for each token */
 INLINE unsigned *marks() { return (unsigned *)dynamic_shared(); }
 
-/* An element as it counts, but for the temperature */
-INLINE real counted(real x, real softcap) { return IS_CAPPED ? softcapped(x, softcap) : x; }
+/* An element as it counts, but for the temperature; of logits without a cap less the row's reference */
+INLINE real counted(real x, real softcap, real reference)
+{
+    return IS_CAPPED ? softcapped(x, softcap) : IS_LOGITS ? x - reference : x;
+}
 
 /* d (counted · inv_temperature) / dx, from what it counts as */
 INLINE real counted_grad(real value, real inv_temperature, real softcap)
@@ -102,6 +105,31 @@ INLINE void clear_marks(long long vocab)
     __syncthreads();
 }
 
+/* The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail. All of a
+   block call, and have passed a barrier since they last did. */
+INLINE real reference_of(const X *x, const long long *ids, long long k)
+{
+    __shared__ real largest_of[WARPS];
+    real largest = -REAL_INFINITY;
+    if (!IS_LOGITS || IS_CAPPED)
+        return 0;
+    for (long long j = threadIdx.x; j < k; j += THREADS) {
+        const real value = ids[j] < 0 ? -REAL_INFINITY : to_real(x[ids[j]]);
+        largest = value > largest ? value : largest;
+    }
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) {
+        const real other = shfl_xor(largest, step);
+        largest = other > largest ? other : largest;
+    }
+    if (threadIdx.x % WARP == 0)
+        largest_of[threadIdx.x / WARP] = largest;
+    __syncthreads();
+    for (int w = 0; w < WARPS; w++)
+        largest = largest_of[w] > largest ? largest_of[w] : largest;
+    return safe_abs(largest) < REAL_INFINITY ? largest : (real)0;
+}
+
 /* Elements of a row before its first vector */
 INLINE long long head_of(const X *x, long long vocab)
 {
@@ -152,10 +180,13 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const X *from = x + row * x_stride;
         const long long *own = ids + row * k;
+        const real reference = reference_of(from, own, k);
         for (long long j = threadIdx.x; j < k; j += THREADS)
-            gathered[row * width + j] = own[j] < 0 ? NOTHING : counted(to_real(from[own[j]]), cap) * inverse;
-        if (!has_tail)
+            gathered[row * width + j] = own[j] < 0 ? NOTHING : counted(to_real(from[own[j]]), cap, reference) * inverse;
+        if (!has_tail) {
+            __syncthreads(); /* what the reference was found from is written again */
             continue;
+        }
         const long long head = head_of(from, vocab), vectors = (vocab - head) / WIDTH;
         mark(own, k, head, true);
         __syncthreads();
@@ -174,7 +205,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
                     real values[WIDTH];
 #pragma unroll
                     for (int j = 0; j < WIDTH; j++)
-                        values[j] = counted(at(loaded[u], j), cap);
+                        values[j] = counted(at(loaded[u], j), cap, reference);
                     if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
 #pragma unroll
                         for (int j = 0; j < WIDTH; j++)
@@ -185,7 +216,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         const long long edges = vocab - vectors * WIDTH;
         for (long long i = threadIdx.x; i < edges; i += THREADS) {
             const long long end = i < head ? i : i + vectors * WIDTH;
-            const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : counted(to_real(from[end]), cap);
+            const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : counted(to_real(from[end]), cap, reference);
             add<1>(sum, &value, scale);
         }
 #pragma unroll
@@ -213,11 +244,11 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 }
 
 /* The gradient of an element outside the ids */
-INLINE real tail_grad(real x, real inv_temperature, real softcap, real tail, real d_tail)
+INLINE real tail_grad(real x, real inv_temperature, real softcap, real reference, real tail, real d_tail)
 {
     if (IS_PROBS)
         return d_tail;
-    const real value = counted(x, softcap), part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail)));
+    const real value = counted(x, softcap, reference), part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail)));
     return IS_LOGITS ? part * counted_grad(value * inv_temperature, inv_temperature, softcap) : part;
 }
 
@@ -234,6 +265,7 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
         const X *from = x + row * x_stride;
         X *to = d_input + row * d_input_stride;
         const long long *own = ids + row * k;
+        const real reference = reference_of(from, own, k);
         const real tail = has_tail ? against(gathered[row * width + k]) : (real)0;
         const real d_tail = has_tail ? d_gathered[row * width + k] : (real)0;
         const long long head = head_of(to, vocab);
@@ -258,7 +290,7 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
                         real parts[WIDTH];
 #pragma unroll
                         for (int j = 0; j < WIDTH; j++)
-                            parts[j] = tail_grad(at(values[u], j), inverse, cap, tail, d_tail);
+                            parts[j] = tail_grad(at(values[u], j), inverse, cap, reference, tail, d_tail);
                         if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
 #pragma unroll
                             for (int j = 0; j < WIDTH; j++)
@@ -274,7 +306,7 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
         for (long long i = threadIdx.x; i < scalars; i += THREADS) {
             const long long end = i < head ? i : i + vectors * WIDTH;
             const bool none = d_tail == 0 || marks_at(bit_of(end, head)) & 1;
-            to[end] = rounded<X>(none ? (real)0 : tail_grad(to_real(from[end]), inverse, cap, tail, d_tail));
+            to[end] = rounded<X>(none ? (real)0 : tail_grad(to_real(from[end]), inverse, cap, reference, tail, d_tail));
         }
         __syncthreads();
         for (long long j = threadIdx.x; j < k; j += THREADS)

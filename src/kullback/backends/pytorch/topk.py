@@ -56,7 +56,8 @@ def gather(work: Gather) -> None:
     problem, form, k = work.problem, work.problem.input.form, work.ids.size(1)
     nothing = none_of(form)
     for rows in _chunks(work.input):
-        values, columns = _counted(problem, work.input[rows]), work.ids[rows]
+        columns = work.ids[rows]
+        values = _counted(problem, work.input[rows], columns)
         work.gathered[rows, :k] = values.gather(1, columns.clamp(min=0)).masked_fill_(columns < 0, nothing)
         if work.has_tail:
             others = values.masked_fill(_marked(columns, values.size(1)), nothing)
@@ -73,7 +74,8 @@ def drop_rounding(work: Gather) -> None:
 def scatter(work: Scatter) -> None:
     side, (k, vocab) = work.problem.input, (work.ids.size(1), work.input.size(1))
     for rows in _chunks(work.input):
-        values, columns = _counted(work.problem, work.input[rows]), work.ids[rows]
+        columns = work.ids[rows]
+        values = _counted(work.problem, work.input[rows], columns)
         # A last column takes what belongs to no token.
         gradient = values.new_zeros(values.size(0), vocab + 1)
         if work.has_tail:
@@ -97,14 +99,22 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, x.size(0), step))
 
 
-def _counted(problem: Problem, x: Tensor) -> Tensor:
-    """As they count: logits capped and tempered."""
+def _counted(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
+    """As they count: logits capped and tempered; those without a cap less the row's reference."""
     values, side = x.to(kept_dtype(x.dtype)), problem.input
     if side.form != "logits":
         return values
     if side.softcap:
-        values = side.softcap * torch.tanh(values / side.softcap)
-    return values / side.temperature
+        return side.softcap * torch.tanh(values / side.softcap) / side.temperature
+    return (values - _reference(values, ids)) / side.temperature
+
+
+def _reference(values: Tensor, ids: Tensor) -> Tensor:
+    """The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail."""
+    if ids.size(1) == 0:
+        return values.new_zeros((values.size(0), 1))
+    largest = values.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(1, keepdim=True)
+    return torch.where(largest.isfinite(), largest, 0.0)
 
 
 def _marked(ids: Tensor, vocab: int) -> Tensor:
