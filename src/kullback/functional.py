@@ -258,13 +258,14 @@ def topk_divergence(
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes or devices that differ; unknown names; options out of range; on a CPU, ids that are
-            no tokens. On a GPU those stop the device, as an index out of range does in torch: nothing waits for
-            their check.
+            no tokens, in transforms and compiled code too. On a GPU those stop the device, as an index out of range
+            does in torch: nothing waits for their check.
 
     The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are tokens outside
-    the ids, so that one whose entries sum to 1 has a finite reverse_kl; where the student has nothing outside, a tail
-    of four roundings of the stored entries' dtype or less counts as none. With "bucket" and "renormalize" a row without
-    ids has a divergence of 0, if its probabilities sum to 1.
+    the ids, so that one whose entries sum to 1 has a finite reverse_kl. A tail of four roundings of the stored entries'
+    dtype or less may be nothing else. Where the student has nothing outside it counts as none; at a temperature other
+    than 1, which makes it grow, as no more than the student's. With "bucket" and "renormalize" a row without ids has a
+    divergence of 0, if its probabilities sum to 1.
 
     Source: docs/mathematics.md.
 
