@@ -44,6 +44,16 @@ def weighted(grad_out: Tensor, row_weight: Tensor | None) -> Tensor:
     return grad_out if row_weight is None else torch.where(row_weight == 0, 0.0, grad_out * row_weight)
 
 
+def weighing(operands: Operands, row_weight: Tensor) -> Operands:
+    """With another row weight. (Dynamo of torch 2.8 knows of a NamedTuple no methods, properties or slices.)"""
+    return Operands(operands.input, operands.target, row_weight, *tuple(operands)[3:])
+
+
+def of_rows(operands: Operands) -> tuple[Tensor | None, ...]:
+    """Those that have a number for each row."""
+    return tuple(operands)[2:]
+
+
 def on_operands(forward: Callable[P, R]) -> Callable[P, R]:
     """Name the operands one by one: Dynamo counts a forward's parameters to tell whether it takes a context."""
     signature = inspect.signature(forward)
@@ -85,7 +95,7 @@ class Gradient(torch.autograd.Function):
 def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
     """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
     wants = ctx.needs_input_grad[ctx.first], ctx.needs_input_grad[ctx.first + 1]
-    if is_differentiated_again(*(t for t in operands.of_rows if t is not None)):
+    if is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
         gradients = Gradient.apply(ctx.problem, wants, state, *operands)
         return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
     with backends.restored(ctx.backend):
@@ -111,10 +121,10 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        operands = Operands._make(ctx.saved_tensors)
+        operands = Operands(*ctx.saved_tensors)
         grad_out = weighted(grad_out.to(accumulator(operands.input)) * ctx.scale, operands.row_weight)
-        gradients = _pull_back(ctx, None, operands._replace(row_weight=grad_out))
-        return None, None, None, *gradients, *(None for _ in operands.of_rows)
+        gradients = _pull_back(ctx, None, weighing(operands, grad_out))
+        return None, None, None, *gradients, *(None for _ in of_rows(operands))
 
 
 class EagerTotal(torch.autograd.Function):
@@ -181,7 +191,7 @@ class PerRow(torch.autograd.Function):
     @staticmethod
     @on_operands
     def forward(problem: Problem, dtype: torch.dtype, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        given = Operands._make(operands)
+        given = Operands(*operands)  # type: ignore[arg-type]
         if not is_traced(given.input, given.target):
             return library.row_losses(problem, given, dtype)
         scalars = library.as_arguments(problem.scalars)
@@ -199,12 +209,12 @@ class PerRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor | None, _: Tensor | None) -> Gradients:
         state, *saved = ctx.saved_tensors
-        operands = Operands._make(saved)
+        operands = Operands(*saved)
         if grad_out is None:
             return None, None, *(None for _ in operands)
         grad_out = weighted(widened(grad_out), operands.row_weight)
-        gradients = _pull_back(ctx, state, operands._replace(row_weight=grad_out))
-        return None, None, *gradients, *(None for _ in operands.of_rows)
+        gradients = _pull_back(ctx, state, weighing(operands, grad_out))
+        return None, None, *gradients, *(None for _ in of_rows(operands))
 
 
 # An operator that is called by itself, as in an exported program, is differentiated as the functions above are.

@@ -114,7 +114,7 @@ def problem(kind: str, params: Mapping[str, float], **options: Any) -> Problem:
         except TypeError:  # an option that cannot be hashed, or one that is refused: said below
             pass
     made = _problem(kind, *params, *params.values(), **options)
-    any(map(is_symbolic, made.scalars))  # Dynamo has to meet a caller's numbers before it traces an autograd.Function
+    any([is_symbolic(scalar) for scalar in made.scalars])  # noqa: C419 # Dynamo has to meet a caller's numbers before it traces an autograd.Function
     return made
 
 

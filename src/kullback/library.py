@@ -52,7 +52,7 @@ library.define(f"gradient({ROWS}, Tensor? state, bool[] wants) -> (Tensor, Tenso
 
 def as_arguments(scalars: tuple[float, ...]) -> tuple[Scalars, Tensor | None]:
     """Scalars as operators take them. Dynamo compiles anew for each value of a number that an operator is given."""
-    if not any(map(is_symbolic, scalars)):
+    if not any([is_symbolic(scalar) for scalar in scalars]):  # noqa: C419 # Dynamo of torch 2.8 traces no generator here
         return scalars, None
     one = torch.ones(1, dtype=torch.float64, device="cpu")
     return (), torch.cat([one * scalar for scalar in scalars])

@@ -67,15 +67,18 @@ class Task(NamedTuple):
     chunk_rows: int  # 0: as many as fit CHUNK_BYTES
     wants: tuple[bool, ...]  # the gradients of the first operands
 
-    @property
-    def key(self) -> str:
-        """All but the numbers; with `scalars` what an operator takes."""
-        wants = "".join(str(int(wanted)) for wanted in self.wants)
-        return f"{self.problem.key} {str(self.dtype).removeprefix('torch.')} {self.chunk_rows} {wants}"
 
-    @property
-    def scalars(self) -> tuple[float, ...]:
-        return *self.problem.scalars, self.negligible
+# Functions, not properties: Dynamo of torch 2.8 knows none of a NamedTuple.
+
+
+def key_of(task: Task) -> str:
+    """All but the numbers; with `scalars_of` what an operator takes."""
+    wants = "".join(str(int(wanted)) for wanted in task.wants)
+    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {wants}"
+
+
+def scalars_of(task: Task) -> tuple[float, ...]:
+    return *task.problem.scalars, task.negligible
 
 
 def decode_task(key: str, scalars: tuple[float, ...] | None = None) -> Task:
@@ -349,7 +352,9 @@ class LinearTotal(torch.autograd.Function):
     def forward(ctx: Context, task: Task, scale: float, *models: Tensor | None) -> Tensor:
         results: list[Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_total.default(*models, task.key, *as_arguments(task.scalars), scale)
+            results = torch.ops.kullback.linear_total.default(
+                *models, key_of(task), *as_arguments(scalars_of(task)), scale
+            )
         else:
             results = sum_losses(task, Models._make(models), scale)
         loss, *gradients = results
@@ -378,7 +383,7 @@ class LinearPerRow(torch.autograd.Function):
     def forward(ctx: Context, task: Task, *models: Tensor | None) -> Tensor:
         results: tuple[Tensor, Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_per_row.default(*models, task.key, *as_arguments(task.scalars))
+            results = torch.ops.kullback.linear_per_row.default(*models, key_of(task), *as_arguments(scalars_of(task)))
         else:
             results = row_losses(task, Models._make(models))
         loss, state = results
@@ -393,11 +398,12 @@ class LinearPerRow(torch.autograd.Function):
         if not torch.compiler.is_compiling() and is_batched(grad_out):
             raise RuntimeError(BATCHED)
         state, *saved = ctx.saved_tensors
-        task, models = ctx.task, Models._make(saved)
-        models = models._replace(row_weight=weighted(widened(grad_out), models.row_weight))
+        task, models = ctx.task, Models(*saved)
+        row_weight = weighted(widened(grad_out), models.row_weight)
+        models = Models(*tuple(models)[:-1], row_weight)  # type: ignore[call-arg, arg-type]
         if is_traced(*(t for t in models if t is not None)):
-            scalars = as_arguments(task.scalars)
-            gradients = torch.ops.kullback.linear_gradient.default(*models, task.key, *scalars, state)
+            scalars = as_arguments(scalars_of(task))
+            gradients = torch.ops.kullback.linear_gradient.default(*models, key_of(task), *scalars, state)
         else:
             with backends.restored(ctx.backend):
                 gradients = write_gradients(task, models, state)
@@ -434,7 +440,7 @@ differentiated("linear_per_row", torch.ops.kullback.linear_per_row.default, of_f
 def task_of(problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int) -> Task:
     """The task, with the gradients that autograd will ask for."""
     enabled = torch.is_grad_enabled()
-    wants = tuple(enabled and t is not None and t.requires_grad for t in models[:GRADIENTS])
+    wants = tuple(enabled and t is not None and t.requires_grad for t in tuple(models)[:GRADIENTS])
     return Task(problem, negligible, dtype, chunk_rows, wants)
 
 

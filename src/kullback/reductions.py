@@ -65,7 +65,7 @@ def reduction_of(
         return Reduction(row_weight / positive(row_weight.sum()), 1.0, False, dtype)
     rows = math.prod(input.shape[:-1])
     if torch.compiler.is_compiling():  # 1 / rows as a number would be compiled anew for each count
-        return Reduction(None, 1.0, False, dtype, divisor=torch.sym_max(rows, 1))
+        return Reduction(None, 1.0, False, dtype, divisor=max(rows, 1))
     return Reduction(None, 1 / max(rows, 1), False, dtype)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kullback import autograd, backends, library
-from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
+from kullback.autograd import Context, Gradients, is_differentiated_again, weighing, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
@@ -66,7 +66,8 @@ def teacher(
     k, vocab = operator.index(ids.size(-1)), operator.index(of.vocab)  # a compiler must not take symbols' logarithm
     log_vocab = math.log(max(vocab - k, 1))
     negligible = log_vocab + (math.log(4 * torch.finfo(values.dtype).eps) - log_vocab) / problem.target.temperature
-    side = problem.target._replace(form="logits" if of.as_logits else "log_probs")
+    form = "logits" if of.as_logits else "log_probs"
+    side = Side(form, problem.target.temperature, problem.target.softcap)
     has_tail = target.size(-1) > ids.size(-1)
     return Teacher(ids, dataclasses.replace(problem, target=side), negligible, has_tail), target
 
@@ -151,7 +152,7 @@ def _entries(
     symbols: Tensor | None,
     *of: Any,
 ) -> tuple[Tensor, Tensor]:
-    return read_entries(decode(problem, as_numbers(scalars, symbols)), values, indices, skipped, TopK._make(of))
+    return read_entries(decode(problem, as_numbers(scalars, symbols)), values, indices, skipped, TopK(*of))
 
 
 operators.impl("entries", _entries, "CompositeExplicitAutograd")
@@ -305,9 +306,9 @@ def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
     gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, teacher.has_tail)
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
-        return at_ids(teacher.problem), operands._replace(input=gathered)
+        return at_ids(teacher.problem), Operands(gathered, target, *autograd.of_rows(operands))
     target = in_torch.without_rounding(gathered, target, teacher.negligible, teacher.problem)
-    return at_ids(teacher.problem, form), operands._replace(input=gathered, target=target)
+    return at_ids(teacher.problem, form), Operands(gathered, target, *autograd.of_rows(operands))
 
 
 def gather_rows(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
@@ -357,9 +358,9 @@ class TopKPerRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
         input, ids, state, *saved = ctx.saved_tensors
-        operands = Operands._make(saved)
+        operands = Operands(*saved)
         grad_out = weighted(widened(grad_out.reshape(-1)), operands.row_weight)
-        operands, wants = operands._replace(row_weight=grad_out), (True, False)
+        operands, wants = weighing(operands, grad_out), (True, False)
         if is_differentiated_again(grad_out):
             d_gathered = autograd.Gradient.apply(ctx.gathered_problem, wants, state, *operands)[0]
         else:
@@ -379,7 +380,7 @@ def _scattered(ctx: Context, input: Tensor, ids: Tensor, gathered: Tensor, d_gat
 
 def _is_plain(operands: Operands, teacher: Teacher) -> bool:
     """Whether nothing traces the call, and of the teacher no gradient is wanted."""
-    return teacher.has_tail and not is_traced(*operands[:2]) and not operands.target.requires_grad
+    return teacher.has_tail and not is_traced(operands.input, operands.target) and not operands.target.requires_grad
 
 
 def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype) -> Tensor:
