@@ -37,7 +37,7 @@ TARGETS = {
         "truth_table": "probs or log_probs",
         "matrix": "float64 and probs-probs",
     },
-    "forms": {"matrix": "float64 or float32", "truth_table": ""},
+    "forms": {"formula": "", "matrix": "float64 or float32", "truth_table": ""},
     "state": {"state": ""},
     "reductions": {"reductions": "", "compile": "one_compilation and divergence"},
     "autograd": {"pytorch": "", "truth_table": "", "logits_options": ""},
@@ -67,6 +67,7 @@ class Equivalent(NamedTuple):
 
 SIMPLER = "an expression that could be simpler"
 HOW_MANY = "how many rows at once"
+UNREAD = "what takes its place where nothing is read"
 MORE_NONES = "autograd takes further Nones"
 BOTH_SERVE = "between the two bounds either way is right to a few roundings"
 EQUIVALENT = [
@@ -104,6 +105,27 @@ EQUIVALENT = [
     Equivalent("backends/lowering", "-1.0", "-2.0", SIMPLER),
     Equivalent("backends/pytorch/__init__", "CPU_CHUNK if", "DEVICE_CHUNK if", HOW_MANY),
     Equivalent("backends/pytorch/__init__", "x.device.type == 'cpu'", "x.device.type != 'cpu'", HOW_MANY),
+    Equivalent(
+        "backends/pytorch/__init__", "work.verb == 'gradient'", "work.verb != 'gradient'", "states are found anew"
+    ),
+    Equivalent(
+        "backends/pytorch/__init__", "weight * work.scale", "weight / work.scale", "the scale of a gradient is 1"
+    ),
+    Equivalent("backends/pytorch/__init__", "Piece(problem, x, y) if", "None if", HOW_MANY),
+    Equivalent("backends/pytorch/__init__", "len(self.slices) == 1", "len(self.slices) != 1", HOW_MANY),
+    Equivalent("backends/pytorch/__init__", "torch.where(skipped, 1.0", "torch.where(skipped, 2.0", UNREAD),
+    Equivalent("backends/pytorch/topk", "torch.where(absent, 1.0", "torch.where(absent, 2.0", UNREAD),
+    Equivalent("backends/pytorch/topk", "torch.where(p == 0, 1.0", "torch.where(p == 0, 2.0", UNREAD),
+    Equivalent("backends/pytorch/topk", "torch.where(nothing, 0.0, known)", "torch.where(nothing, 1.0, known)", UNREAD),
+    Equivalent(
+        "backends/pytorch/topk", "torch.where(tail == -math.inf, 0.0", "torch.where(tail == -math.inf, 1.0", UNREAD
+    ),
+    Equivalent(
+        "backends/pytorch/topk",
+        "torch.where(top.isfinite(), top, 0.0)",
+        "torch.where(top.isfinite(), top, 1.0)",
+        UNREAD,
+    ),
     Equivalent("backends/pytorch/topk", "CHUNK if", "CHUNK << 6 if", HOW_MANY),
     Equivalent("backends/pytorch/topk", "x.device.type == 'cpu'", "x.device.type != 'cpu'", HOW_MANY),
 ]

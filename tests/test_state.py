@@ -32,7 +32,9 @@ def problem_of(kind, form, target_form=None, **options):
 def statistics(problem, x, y):
     found = packed(x.size(0), len(RowStats._fields), x)
     backends.run(Rows(problem, Operands(x, y), "statistics", found=found))
-    return RowStats(*found)
+    stats = RowStats(*found)
+    assert {*stats.mode.tolist()} <= {*map(float, Mode)}
+    return stats
 
 
 def accumulate(problem, x, y, stats):

@@ -563,3 +563,22 @@ def test_an_offset_costs_no_digits(offset, backend, device, generator):
         gradients.append(torch.autograd.grad(loss, student)[0].double())
     assert abs(losses[1] - losses[0]) < 1e-5 * losses[0]  # of 2e-5; an offset of 1e4 in the tail would be 1e-3 of it
     assert relative_error(gradients[1], gradients[0]) < 2e-5  # of rows that are near
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_softcap_and_temperature_together(temperature, backend, device, generator):
+    """As written out: the cap comes before the temperature, and both are in the gradient."""
+    x = (8 * torch.randn(3, 40, generator=generator, dtype=torch.float64)).requires_grad_()
+    p = torch.rand(3, 5, generator=generator, dtype=torch.float64) / 10
+    ids = torch.stack([torch.randperm(40, generator=generator)[:5] for _ in range(3)])
+    q = (6 * torch.tanh(x / 6) / temperature).softmax(-1)
+    mine = q.gather(-1, ids)
+    tails = 1 - p.sum(-1), q.scatter(-1, ids, 0.0).sum(-1)
+    expected = (p * (p / mine).log()).sum(-1) + tails[0] * (tails[0] / tails[1]).log()
+    ours = kullback.topk_divergence(
+        x.to(device), p.to(device), ids.to(device), target_form="probs", reduction="none",
+        temperature=temperature, target_temperature=1.0, softcap=6.0,
+    )  # fmt: skip
+    torch.testing.assert_close(ours.cpu(), expected)
+    both = (torch.autograd.grad(loss.sum(), x)[0] for loss in (ours.cpu(), expected))
+    torch.testing.assert_close(*both)
