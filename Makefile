@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 # Two processes of one thread each: with two threads they wait for each other (129 s for what takes 77).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
+VERSIONS := 3.11:2.10.0 3.13:2.15.0
+
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-gpu sanitize mutate tables lint format clean
+.PHONY: run test test-full test-versions test-gpu sanitize mutate tables lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +24,14 @@ test: $(VENV)/.installed lint    ## all that needs no GPU
 
 test-full: $(VENV)/.installed    ## and what takes longer
 	$(PYTEST) -m 'not gpu'
+
+test-versions:                   ## the suite on the lowest and the newest PyTorch and Python, each in an environment of its own
+	for each in $(VERSIONS); do \
+	  torch=$${each##*:} venv=.venv-$${each##*:}; \
+	  python$${each%%:*} -m venv $$venv && \
+	  grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $$venv/constraints.txt && \
+	  $$venv/bin/pip install --quiet --disable-pip-version-check -c $$venv/constraints.txt "torch==$$torch" -e '.[plot,dev]' && \
+	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -q -n 2 --dist worksteal || exit 1; done
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
@@ -47,4 +57,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
