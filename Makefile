@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes of one thread each: with two threads they wait for each other (129 s for what takes 77).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-VERSIONS := 3.11:2.10.0 3.13:2.15.0
+VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 

@@ -186,7 +186,7 @@ def check_inplace(
 
 def _quotient(name: str, value: float, of: str, scale: float) -> float:
     """value / scale, which kernels hold in float32; 0 of a softcap that there is not."""
-    quotient = value / scale
+    quotient = value if scale == 1 else value / scale
     if value and not 1e-30 < quotient < 1e30:
         asked, got = (name, f"{value}") if scale == 1 else (f"{name} / {of}", f"{value} / {scale}")
         raise ValueError(f"{asked} must lie between 1e-30 and 1e30; got {got}")
