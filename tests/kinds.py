@@ -77,8 +77,7 @@ FACTS = {
     ),
     "renyi": Facts(
         *[math.log(0.25) / (RENYI - 1)] * 2,
-        centred=shortfall,
-        holds_far_rows=False,  # a logarithm of a sum that is 0 but for its rounding: docs/numerics.md
+        centred=lambda p, q, a: shortfall(p, q, a) / (a * (1 - a)),
     ),
 }
 

@@ -11,7 +11,7 @@ from kullback.backends.lowering import _terms, lowered, quotient, slopes_of
 from kullback.backends.printer import print_functor
 from kullback.divergences import DIVERGENCES, Divergence, Element
 from kullback.forms import FORMS, softmax_of
-from kullback.formula import TENSOR, Program, exp, geometric_mean, half_sign, log, variable, where
+from kullback.formula import TENSOR, Program, exp, geometric_mean, half_sign, log, log_geometric_mean, variable, where
 from kullback.problem import Problem, Side, formula
 from tests import kinds, oracle
 from tests.kinds import KINDS
@@ -75,18 +75,24 @@ ROW["log_z_diff_high"] = (
     - math.log(ROW["target_inv_sum_exp"] / ROW["input_inv_sum_exp"])
 )
 ROW["log_z_diff_low"] = 0.0
+ROW["tilted_lse"] = -0.7
 
 
 def logit_power(x, maximum, inv_temperature, inv_sum_exp, exponent):
     return torch.exp((x - maximum) * inv_temperature * exponent) * inv_sum_exp**exponent
 
 
+def log_power_of_logits(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a):
+    return torch.log(
+        logit_power(y, y_max, y_scale, y_inv_sum_exp, a) * logit_power(x, x_max, x_scale, x_inv_sum_exp, 1 - a)
+    )
+
+
 # What is not in the vocabulary: kernels have these, and they mean what the formula says.
 LOWERED = TENSOR | {
     "logit_sqrt": lambda *mass: logit_power(*mass, 0.5),
-    "logit_geometric_mean": lambda y, *rest: (
-        logit_power(y, *rest[:3], rest[-1]) * logit_power(*rest[3:7], 1 - rest[-1])
-    ),
+    "logit_log_geometric_mean": log_power_of_logits,
+    "logit_tilted_mass": lambda *args: torch.exp(log_power_of_logits(*args[:-1]) - args[-1]),
     "logit_log_fraction": lambda *args: args[-1],
     "logit_log2_fraction": lambda *args: args[-1] / math.log(2),
     "step": lambda x: (x > 0).double(),
@@ -220,9 +226,11 @@ def test_powers_of_logits_are_those_of_their_masses(alpha, generator):
     softmax = torch.tensor(1.0), torch.tensor(0.7), torch.tensor(0.1)
     q, p = (TENSOR["logit_mass"](t, *softmax) for t in (x, y))
     torch.testing.assert_close(LOWERED["logit_sqrt"](x, *softmax), q.sqrt())
-    both = LOWERED["logit_geometric_mean"](y, *softmax, x, *softmax, None, alpha)
-    torch.testing.assert_close(both, p**alpha * q ** (1 - alpha))
-    torch.testing.assert_close(geometric_mean(p, q, (y - x) * 0.7, alpha), both)
+    both, ratio = p**alpha * q ** (1 - alpha), (y - x) * 0.7
+    torch.testing.assert_close(geometric_mean(p, q, ratio, alpha), both)
+    torch.testing.assert_close(log_geometric_mean(p, q, p.log(), q.log(), ratio, alpha), both.log())
+    less = LOWERED["logit_tilted_mass"](y, *softmax, x, *softmax, None, alpha, 0.4)
+    torch.testing.assert_close(less, both / math.exp(0.4))
 
 
 @pytest.mark.parametrize(("kind", "form"), [("kl", "probs"), ("kl", "logits"), ("jensen_shannon", "log_probs")])

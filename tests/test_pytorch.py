@@ -1,6 +1,7 @@
 """What a PyTorch operator owes: opcheck, gradcheck, transforms, compile, export, autocast, graphs, no syncs."""
 
 import functools
+import math
 import warnings
 
 import pytest
@@ -39,6 +40,85 @@ def test_gradcheck_and_gradgradcheck(kind, form, backend, device, generator):
         assert check(function, (x.detach(), y))
         if backend != "c":  # second derivatives are the formula's on every backend
             assert torch.autograd.gradgradcheck(function, (x, y), nondet_tol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["logits", "log_probs", "probs"])
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_second_derivatives_with_tokens_masked(kind, form, backend, device, generator):
+    """A token without mass on either side is as if it were not there, for derivatives of derivatives too."""
+    x, y = (t.detach() for t in pair(form, (3, 8), generator, device))
+    vector = torch.randn(3, 8, generator=generator, dtype=torch.float64).to(device)
+    for masked in ("both", "input", "target"):
+        found = []
+        for columns in (slice(None), slice(1, None)):
+            leaves = [t.clone() for t in (x, y)]
+            for leaf, name in zip(leaves, ("input", "target"), strict=True):
+                if masked in ("both", name):
+                    leaf[:, 0] = 0.0 if form == "probs" else -math.inf
+            leaves = [leaf[:, columns].requires_grad_() for leaf in leaves]
+            loss = kullback.divergence(*leaves, kind, form=form, reduction="sum", **kinds.parameters(kind))
+            first = torch.autograd.grad(loss, leaves, create_graph=True)
+            dot = sum((f[:, -7:] * vector[:, 1:]).sum() for f in first)
+            found.append((loss, torch.autograd.grad(dot, leaves)))
+        (loss, ours), (_, expected) = found
+        if masked == "both":
+            for mine, theirs in zip(ours, expected, strict=True):
+                torch.testing.assert_close(mine[:, 1:], theirs)
+        elif loss.isfinite():
+            assert all(mine[:, 1:].isfinite().all() for mine in ours), masked
+
+
+def negated(tensor):
+    """The tensor, its sign put off as by conj().imag."""
+    return torch._neg_view(-tensor)
+
+
+def test_signs_that_are_put_off(backend, device, generator):
+    x, y = (t.detach() for t in pair("log_probs", (3, 7), generator, device, torch.float32))
+    weight, upstream = torch.rand(2, 3, generator=generator).to(device)
+    values, ids = y.topk(3)
+    hidden, head = torch.eye(3, device=device), x.t().contiguous()
+
+    def results(change):
+        leaf = x.clone().requires_grad_()
+        each = kullback.divergence(leaf, change(y), row_weight=change(weight), reduction="none")
+        yield each
+        yield from torch.autograd.grad(each, leaf, change(upstream))
+        yield kullback.kl_div(change(x), change(y.exp()), "none")
+        yield kullback.topk_divergence(leaf, change(values), change(ids), row_weight=change(weight))
+        yield kullback.linear_divergence(hidden, head, change(values), target_indices=ids, row_weight=change(weight))
+
+    assert negated(weight).is_neg()
+    for mine, plain in zip(results(negated), results(lambda t: t), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_zeros_that_are_not_stored(backend, device):
+    zeros = torch._efficientzerotensor((3, 7), device=device)
+    assert kullback.divergence(zeros, torch.zeros(3, 7, device=device)) == 0
+    assert kullback.divergence(zeros, zeros, row_weight=torch._efficientzerotensor((3,), device=device)) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_default_device(kind, backend, device, generator):
+    """What a call makes for itself lies where its tensors do."""
+    x, y = (t.detach().float() for t in pair("logits", (3, 7), generator, device))
+    values, ids = y.log_softmax(-1).topk(3)
+    hidden, head = torch.eye(3, device=device), x.t().contiguous()
+
+    def results():
+        leaf = x.clone().requires_grad_()
+        for reduction in ("none", "mean"):
+            loss = kullback.divergence(leaf, y, kind, reduction=reduction, **kinds.parameters(kind)).sum()
+            yield from (loss, *torch.autograd.grad(loss, leaf, create_graph=True))
+        yield kullback.topk_divergence(leaf, values, ids, kind, **kinds.parameters(kind))
+        yield kullback.linear_divergence(hidden, head, hidden, head, kind, **kinds.parameters(kind))
+
+    expected = list(results())
+    with torch.device("meta"):
+        found = list(results())
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_gradients_of_weight_and_normalizer(backend, device, generator):

@@ -8,7 +8,19 @@ from hypothesis import strategies as st
 from kullback import backends
 from kullback.divergences import Pair
 from kullback.problem import Problem, Side
-from kullback.state import Mode, RowState, RowStats, RowSums, finish, merge_stats, merge_sums, packed, sums_of
+from kullback.state import (
+    Mode,
+    RowState,
+    RowStats,
+    RowSums,
+    fields,
+    finish,
+    merge_stats,
+    merge_sums,
+    packed,
+    sums_of,
+    unpacked,
+)
 from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
 from tests.kinds import KINDS
@@ -30,22 +42,26 @@ def problem_of(kind, form, target_form=None, **options):
 
 
 def statistics(problem, x, y):
-    found = packed(x.size(0), len(RowStats._fields), x)
+    found = packed(x.size(0), len(fields(RowStats, problem.formula.has_tilted_lse)), x)
     backends.run(Rows(problem, Operands(x, y), "statistics", found=found))
-    stats = RowStats(*found)
+    stats = unpacked(RowStats, found)
     assert {*stats.mode.tolist()} <= {*map(float, Mode)}
     return stats
 
 
+def pack(problem, record):
+    return torch.stack([getattr(record, name) for name in fields(type(record), problem.formula.has_tilted_lse)])
+
+
 def accumulate(problem, x, y, stats):
     found = packed(x.size(0), len(RowSums._fields), x)
-    backends.run(Rows(problem, Operands(x, y), "accumulate", known=torch.stack(stats), found=found))
+    backends.run(Rows(problem, Operands(x, y), "accumulate", known=pack(problem, stats), found=found))
     return RowSums(*found)
 
 
 def gradient(problem, x, y, state, upstream):
     outputs = torch.empty_like(x), torch.empty_like(y)
-    known = torch.stack(state)
+    known = pack(problem, state)
     backends.run(
         Rows(problem, Operands(x, y, upstream), "gradient", known=known, d_input=outputs[0], d_target=outputs[1])
     )
@@ -67,9 +83,9 @@ def in_pieces(problem, x, y, upstream, cuts):
 
 def whole(problem, x, y, upstream):
     losses = torch.empty(x.size(0), dtype=torch.float64, device=x.device)
-    state = packed(x.size(0), len(RowState._fields), x)
+    state = packed(x.size(0), len(fields(RowState, problem.formula.has_tilted_lse)), x)
     backends.run(Rows(problem, Operands(x, y), loss=losses, found=state))
-    return losses, *gradient(problem, x, y, RowState(*state), upstream)
+    return losses, *gradient(problem, x, y, unpacked(RowState, state), upstream)
 
 
 def truth(problem, x, y, upstream):
@@ -224,11 +240,13 @@ def test_normalisers_that_are_off(kind, spread, most, generator):
     x = y + spread * torch.randn(y.shape, generator=generator, dtype=y.dtype)
     log_p, log_q = y.log_softmax(-1), x.log_softmax(-1)
     nothing = torch.zeros(4, dtype=torch.float64)
-    stats = RowStats(x.logsumexp(-1), y.logsumexp(-1), nothing, nothing, nothing, nothing)
+    stats = RowStats(x.logsumexp(-1), y.logsumexp(-1), nothing, nothing, nothing, nothing, nothing)
 
     def loss(off):
         p, q = log_p.exp(), (log_q - off).exp()
-        element = problem.divergence(Pair(p, q, log_p - log_q + off, q - p, centred=True), *kinds.values(kind))
+        element = problem.divergence(
+            Pair(p, q, log_p, log_q - off, log_p - log_q + off, q - p, 0 * p, centred=True), *kinds.values(kind)
+        )
         sums = (element.term, element.d_log_p, element.d_log_q, q - p)
         return finish(problem, stats, RowSums(*(torch.as_tensor(t).expand(4, 300).sum(-1) for t in sums), nothing))[0]
 

@@ -242,7 +242,7 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Te
             raise ValueError(f"normalizer must be a number or 0-d; got shape {shape(normalizer)}")
         if normalizer.device not in (input.device, torch.device("cpu")):
             raise ValueError(f"normalizer must be on the input's device {input.device}; got {normalizer.device}")
-    elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+    elif isinstance(normalizer, bool) or not isinstance(normalizer, numbers.Real):
         raise TypeError(f"normalizer must be a number or a 0-d tensor; got {type(normalizer).__name__}")
     elif not 0 < normalizer < math.inf:
         raise ValueError(f"normalizer must be positive and finite; got {normalizer}")
@@ -270,7 +270,7 @@ def check_pair(input: Tensor, target: Tensor) -> None:
 
 
 def check_name(argument: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         _unknown(argument, name, known)
 
 

@@ -21,6 +21,7 @@ from kullback.formula import (
     Value,
     absolute,
     bennett,
+    exp,
     exp_remainder,
     expm1,
     fraction,
@@ -29,6 +30,7 @@ from kullback.formula import (
     log,
     log1p,
     log_fraction,
+    log_geometric_mean,
     log_mix,
     log_quotient,
     mass_times,
@@ -37,6 +39,7 @@ from kullback.formula import (
     select_near,
     small_bennett,
     small_exp_remainder,
+    small_expm1,
     sqrt,
     where,
 )
@@ -47,8 +50,12 @@ class Pair(NamedTuple):
 
     p: Value
     q: Value
+    log_p: Value
+    log_q: Value
     ratio: Value  # log p - log q; 0 where p = q = 0
     q_minus_p: Value  # without cancellation
+    # For a kind that is finished with the logarithm of the row's Σ p^a q^(1-a): that, where it is far from 0; else 0
+    tilted_lse: Value
     centred: bool
 
 
@@ -136,7 +143,7 @@ def kl(x: Pair) -> Element:
 @partial(Divergence, moments=lambda m: Element(-m.q_log_ratio, 0.0, -m.q_log_ratio))
 def reverse_kl(x: Pair) -> Element:
     """Σ q log(q/p)"""
-    swapped = kl(Pair(x.q, x.p, -x.ratio, -x.q_minus_p, x.centred))
+    swapped = kl(Pair(x.q, x.p, x.log_q, x.log_p, -x.ratio, -x.q_minus_p, x.tilted_lse, x.centred))
     return Element(swapped.term, swapped.d_log_q, swapped.d_log_p)
 
 
@@ -253,6 +260,10 @@ def chi2(x: Pair) -> Element:
     )
 
 
+def is_order(alpha: float) -> bool:
+    return abs(alpha) > LEAST_SHARE and not 1 - 3e-8 <= alpha <= 1 + 6e-8
+
+
 def _alpha_of(m: Moments, alpha: Value) -> Element:
     other = 1.0 - alpha
     shortfall = 1.0 - m.chernoff(alpha)
@@ -261,7 +272,7 @@ def _alpha_of(m: Moments, alpha: Value) -> Element:
 
 @partial(
     Divergence,
-    parameter=Parameter("alpha", 0.5, "finite, not 0 and not 1", lambda alpha: alpha not in (0, 1)),
+    parameter=Parameter("alpha", 0.5, "finite, and not so near to 0 or 1 that float32 takes it for either", is_order),
     moments=_alpha_of,
 )
 def alpha(x: Pair, alpha: Value) -> Element:
@@ -270,34 +281,28 @@ def alpha(x: Pair, alpha: Value) -> Element:
     Amari's.
     """
     other = 1.0 - alpha
-    if x.centred:
-        shortfall = chernoff_shortfall(x, alpha)
-        scale = 1.0 / (alpha * other)
-        return Element(scale * shortfall.term, scale * shortfall.d_log_p, scale * shortfall.d_log_q)
     scale = 1.0 / (alpha * other)
+    if x.centred:
+        return tilted_shortfall(x, alpha, lambda log_c: Finish(-(scale * expm1(log_c)), exp(x.tilted_lse)))
     term = -(scale * geometric_mean(x.p, x.q, x.ratio, alpha))
     return Element(term, alpha * term, other * term, lambda total: Finish(scale + total, 1.0))
 
 
-def _renyi_of(m: Moments, alpha: Value) -> Element:
-    shortfall = 1.0 - m.chernoff(alpha)
-    return Element(shortfall, alpha * shortfall, (1.0 - alpha) * shortfall)
-
-
 @partial(
     Divergence,
-    parameter=Parameter("alpha", 0.5, "positive and not 1", lambda alpha: alpha > 0 and alpha != 1),
-    moments=_renyi_of,
+    parameter=Parameter(
+        "alpha",
+        0.5,
+        "positive, and not so near to 0 or 1 that float32 takes it for either",
+        lambda alpha: alpha > 0 and is_order(alpha),
+    ),
+    moments=_alpha_of,
 )
 def renyi(x: Pair, alpha: Value) -> Element:
     """log(Σ p^a q^(1-a)) / (a-1)"""
     other = 1.0 - alpha
     if x.centred:
-        shortfall = chernoff_shortfall(x, alpha)
-        return Element(
-            *shortfall[:3],
-            lambda total: Finish(-log1p(-total) / other, 1.0 / (other * (1.0 - total))),
-        )
+        return tilted_shortfall(x, alpha, lambda log_c: Finish(-log_c / other, alpha * exp(x.tilted_lse - log_c)))
     term = geometric_mean(x.p, x.q, x.ratio, alpha)
     return Element(
         term,
@@ -307,19 +312,21 @@ def renyi(x: Pair, alpha: Value) -> Element:
     )
 
 
-def chernoff_shortfall(x: Pair, alpha: Value) -> Element:
-    """a·p + (1-a)·q - p^a q^(1-a): what the geometric mean lacks to the arithmetic one."""
+def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -> Element:
+    """(a·p + (1-a)·q - w) / (a(1-a)), w = p^a q^(1-a) / exp(tilted_lse), and a finish of log Σ p^a q^(1-a)."""
     other = 1.0 - alpha
-    both = geometric_mean(x.p, x.q, x.ratio, alpha)
-    term = select_near(
-        x.ratio,
-        0.5,
-        x.p * (other * exp_remainder(x.ratio) - exp_remainder(other * x.ratio)),
-        alpha * x.p + other * x.q - both,
+    w = exp(log_geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, alpha) - x.tilted_lse)
+    over_p, over_q = -(other * x.ratio) - x.tilted_lse, alpha * x.ratio - x.tilted_lse  # log(w/p), log(w/q)
+    p_less = select_near(over_p, 0.5, -(x.p * small_expm1(over_p)), x.p - w)
+    q_less = select_near(over_q, 0.5, -(x.q * small_expm1(over_q)), x.q - w)
+    d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
+    near = x.p * ((1.0 / alpha) * exp_remainder(x.ratio) - 1.0 / (alpha * other) * exp_remainder(other * x.ratio))
+    return Element(
+        select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
+        d_log_p,
+        d_log_q,
+        lambda total: finish(x.tilted_lse + log1p(-(alpha * other * total))),
     )
-    d_log_p = select_near(x.ratio, 0.5, -(x.p * expm1(-(other * x.ratio))), x.p - both)
-    d_log_q = select_near(x.ratio, 0.5, -(x.q * expm1(alpha * x.ratio)), x.q - both)
-    return Element(term, alpha * d_log_p, other * d_log_q)
 
 
 def divergence_from(m: Value, mass: Value, share: Value, over: Value) -> Value:

@@ -75,11 +75,12 @@ FORMS: dict[str, Form] = {
 
 SIDES = ("input", "target")
 # What an expression may name of a row. log_z_diff is the log-sum-exp of the target's logits less that of the input's,
-# as a sum of two numbers.
+# as a sum of two numbers; tilted_lse is `Pair`'s.
 ROW_VARIABLES = (
     *(f"{side}_{field}" for side in SIDES for field in Softmax._fields),
     "log_z_diff_high",
     "log_z_diff_low",
+    "tilted_lse",
 )
 
 
@@ -93,16 +94,17 @@ def pair(form: str, target_form: str, x: Value, y: Value) -> Pair:
     own, other = map(softmax_of, SIDES)
     q = FORMS[form].mass(x, own)
     p = FORMS[target_form].mass(y, other)
+    log_q, log_p = FORMS[form].log_mass(x, own), FORMS[target_form].log_mass(y, other)
     if form == target_form == "probs":
-        return Pair(p, q, log_quotient(p, q), q - p, centred=False)
+        return Pair(p, q, log_p, log_q, log_quotient(p, q), q - p, 0.0, centred=False)
     if form == target_form == "logits":
         high, low = variable("log_z_diff_high"), variable("log_z_diff_low")
         ratio = logit_difference(y, other.inv_temperature, x, own.inv_temperature, high, low)
     else:
-        ratio = log_difference(FORMS[target_form].log_mass(y, other), FORMS[form].log_mass(x, own))
+        ratio = log_difference(log_p, log_q)
     # p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf. Of the larger, so that
     # exchanging them changes the sign and not a bit.
     less = small_expm1(-absolute(ratio))
     q_minus_p = select_near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
     centred = FORMS[form].normalised and FORMS[target_form].normalised
-    return Pair(p, q, ratio, q_minus_p, centred)
+    return Pair(p, q, log_p, log_q, ratio, q_minus_p, variable("tilted_lse"), centred)

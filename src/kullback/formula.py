@@ -152,6 +152,11 @@ def geometric_mean(p: Value, q: Value, ratio: Value, a: Value) -> Value:
     return _apply("geometric_mean", p, q, ratio, a)
 
 
+def log_geometric_mean(p: Value, q: Value, log_p: Value, log_q: Value, ratio: Value, a: Value) -> Value:
+    """log(p^a q^(1-a)), of p, q, their logarithms and ratio = log(p/q). Kernels find it from masses of logits alone."""
+    return _apply("log_geometric_mean", p, q, log_p, log_q, ratio, a)
+
+
 def log_quotient(p: Value, q: Value) -> Value:
     """log(p / q) of two masses; 0 where both are 0, NaN where one is negative. Never over- or underflows."""
     return _apply("log_quotient", p, q)
@@ -229,6 +234,11 @@ def _geometric_mean(p: Tensor, q: Tensor, ratio: Tensor, a: Value) -> Tensor:
     return torch.where(is_less, q, p) * torch.exp(torch.where(is_less, a * ratio, (a - 1.0) * ratio))
 
 
+def _log_geometric_mean(p: Tensor, q: Tensor, log_p: Tensor, log_q: Tensor, ratio: Tensor, a: Value) -> Tensor:
+    is_less = ratio < 0.0
+    return torch.where(is_less, log_q, log_p) + torch.where(is_less, a * ratio, (a - 1.0) * ratio)
+
+
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
     nothing = torch.eq(mass, 0) & torch.isinf(x)
     return torch.mul(mass, torch.where(nothing, 0.0, x))
@@ -273,12 +283,13 @@ def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _logit_difference(y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, high: Tensor, low: Tensor) -> Tensor:
     # Tensors of logits are float64, where the plain difference is exact enough.
-    nothing = torch.eq(y, -math.inf) & torch.eq(x, -math.inf)
-    return _log_difference(y * y_scale, x * x_scale) - torch.where(nothing, 0.0, high + low)
+    log_p, log_q = y * y_scale, x * x_scale
+    nothing = (log_p < -1e38) & (log_q < -1e38)  # no masses, and of scaled numbers one may be infinite
+    return torch.where(nothing, 0.0, _log_difference(log_p, log_q) - (high + low))
 
 
 def _log_mix(ratio: Tensor, a: Value, b: Value) -> Tensor:
-    a, b = (torch.as_tensor(weight, dtype=ratio.dtype) for weight in (a, b))
+    a, b = (torch.as_tensor(weight, dtype=ratio.dtype, device=ratio.device) for weight in (a, b))
     other = torch.where(ratio < 0, a, b)  # the weight of the smaller
     less = other * torch.expm1(-_abs(ratio))
     close = torch.abs(less) < 0.5
@@ -343,6 +354,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "fraction": _fraction,
     "mixture": lambda a, p, b, q: a * p + b * q,
     "geometric_mean": _geometric_mean,
+    "log_geometric_mean": _log_geometric_mean,
     "log_quotient": _log_quotient,
     "log_difference": _log_difference,
     "log_fraction": lambda part, whole, value: value,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kullback import backends
 from kullback.problem import Problem, accumulator, decode
-from kullback.state import RowState, packed
+from kullback.state import RowState, fields, packed
 from kullback.tracing import is_symbolic
 from kullback.work import Operands, Rows
 
@@ -73,7 +73,9 @@ def gradient_like(tensor: Tensor, problem: Problem, inplace: bool = False) -> Te
 
 def state_fields(problem: Problem) -> int:
     """How many numbers of a row its gradient needs beside the row."""
-    return len(RowState._fields) if problem.has_logits or not problem.formula.finish_is_linear else 0
+    if not problem.has_logits and problem.formula.finish_is_linear:
+        return 0
+    return len(fields(RowState, problem.formula.has_tilted_lse))
 
 
 def sum_losses(

@@ -22,11 +22,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kullback import backends, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
-from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
+from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of, state_fields
 from kullback.problem import Problem, accumulator, decode
-from kullback.state import RowState, packed
+from kullback.state import packed
 from kullback.tracing import is_batched, is_traced
-from kullback.work import Operands, Rows, Scale
+from kullback.work import Operands, Rows, Scale, in_memory
 
 # All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
 # together, and the fewer rows that product has the slower it is; one that only projects does well with a thousand:
@@ -207,7 +207,7 @@ class Chunks:
         for start in range(0, self.rows, self.step):
             rows = slice(start, start + self.step)
             x, y = self.student.values(rows), self.teacher.values(rows)
-            of_rows = (None if t is None else t[rows].contiguous() for t in self.models.of_rows)
+            of_rows = (None if t is None else in_memory(t[rows]).contiguous() for t in self.models.of_rows)
             d_x, d_y = self.student.place(rows, x), self.teacher.place(rows, y)
             yield rows, Rows(self.task.problem, Operands(x, y, *of_rows), d_input=d_x, d_target=d_y)
             self.student.pull_back(rows)
@@ -270,9 +270,9 @@ def row_losses(task: Task, models: Models) -> tuple[Tensor, Tensor]:
     chunks = Chunks(task._replace(wants=(False,) * GRADIENTS), models)
     loss, states = models.hidden.new_empty(chunks.rows, dtype=task.dtype), []
     for rows, work in chunks:
-        states.append(packed(work.input.size(0), len(RowState._fields), loss))
+        states.append(packed(work.input.size(0), state_fields(task.problem), loss))
         chunks.run(rows, work._replace(loss=loss[rows], found=states[-1]))
-    return loss, torch.cat(states, -1) if states else packed(0, len(RowState._fields), loss)
+    return loss, torch.cat(states, -1) if states else packed(0, state_fields(task.problem), loss)
 
 
 def write_gradients(task: Task, models: Models, state: Tensor) -> list[Tensor]:
@@ -303,8 +303,9 @@ def _fake_total(models: Models, task: str, *arguments: Any) -> list[Tensor]:
 
 
 def _fake_per_row(models: Models, task: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    loss = models.hidden.new_empty(models.hidden.size(0), dtype=decode_task(task).dtype)
-    return loss, packed(loss.size(0), len(RowState._fields), loss)
+    asked = decode_task(task)
+    loss = models.hidden.new_empty(models.hidden.size(0), dtype=asked.dtype)
+    return loss, packed(loss.size(0), state_fields(asked.problem), loss)
 
 
 def _fake_gradient(models: Models, task: str, *arguments: Any) -> list[Tensor]:

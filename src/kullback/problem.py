@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kullback.divergences import DIVERGENCES, Divergence, Element, Finish, Moments, Pair
 from kullback.forms import FORMS, SIDES, pair, softmax_of
-from kullback.formula import Program, Value, variable
+from kullback.formula import Program, Value, log_geometric_mean, variable
 
 
 class Side(NamedTuple):
@@ -115,10 +115,11 @@ def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0)) -> 
 class Formula(NamedTuple):
     """What a row element and a row sum become, over named variables."""
 
-    element: dict[str, Value]  # term, partials, masses; and `input`, `target`: pulled back to the elements
-    finish: Program  # of total: loss, derivative
+    element: dict[str, Value]  # term, partials, masses; `input`, `target`: pulled back; log_tilted: log(p^a q^(1-a))
+    finish: Program  # of total and tilted_lse: loss, derivative
     finish_is_linear: bool  # derivative 1: a gradient can be written before the row's sum is known
     finish_is_identity: bool
+    has_tilted_lse: bool  # whether the row is finished with log Σ p^a q^(1-a)
 
 
 @functools.cache
@@ -131,24 +132,29 @@ def _program(kind: str, form: str, target_form: str, outputs: tuple[str, ...]) -
 def formula(kind: str, form: str, target_form: str) -> Formula:
     """Trace the divergence once for a pair of forms."""
     x, y, total = variable("x"), variable("y"), variable("total")
-    masses = pair(form, target_form, x, y)
-    element = DIVERGENCES[kind](masses, *_parameter(kind))
+    m = pair(form, target_form, x, y)
+    element = DIVERGENCES[kind](m, *_parameter(kind))
     finish: Finish = element.finish(total)
     own, other = map(softmax_of, SIDES)
+    finished = Program(finish._asdict())
+    moments = moments_of(kind)
+    a = None if moments is None else moments.exponent
     return Formula(
         {
             "term": element.term,
             "d_log_p": element.d_log_p,
             "d_log_q": element.d_log_q,
-            "input": FORMS[form].pull_back(x, masses.q, element.d_log_q, own),
-            "target": FORMS[target_form].pull_back(y, masses.p, element.d_log_p, other),
-            "q_minus_p": masses.q_minus_p,
-            "p": masses.p,
-            "q": masses.q,
+            "input": FORMS[form].pull_back(x, m.q, element.d_log_q, own),
+            "target": FORMS[target_form].pull_back(y, m.p, element.d_log_p, other),
+            "q_minus_p": m.q_minus_p,
+            "p": m.p,
+            "q": m.q,
+            "log_tilted": 0.0 if a is None else log_geometric_mean(m.p, m.q, m.log_p, m.log_q, m.ratio, a),
         },
-        Program(finish._asdict()),
+        finished,
         finish.derivative == 1.0,
         finish.loss is total,
+        any("tilted_lse" in step.operands for step in finished.steps),
     )
 
 
@@ -183,7 +189,8 @@ def moments_of(kind: str) -> TracedMoments | None:
 
 def element_at(kind: str, parameter: float, ratio: Tensor) -> Element:
     """The centred element of p = e^(ratio/2) and q = e^(-ratio/2), whose product is 1."""
-    masses = Pair(torch.exp(ratio / 2), torch.exp(-ratio / 2), ratio, -2 * torch.sinh(ratio / 2), centred=True)
+    half = ratio / 2
+    masses = Pair(torch.exp(half), torch.exp(-half), half, -half, ratio, -2 * torch.sinh(half), 0 * ratio, centred=True)
     return DIVERGENCES[kind](masses, *([] if DIVERGENCES[kind].parameter is None else [parameter]))
 
 

@@ -16,13 +16,13 @@ import enum
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kullback.divergences import Pair
-from kullback.formula import geometric_mean, log_difference, select_near
+from kullback.formula import geometric_mean, log_difference, log_geometric_mean, select_near
 from kullback.problem import Problem
 
 
@@ -46,6 +46,7 @@ class RowStats(NamedTuple):
     d_log_p: Tensor
     d_log_q: Tensor
     mode: Tensor
+    tilted_lse: Tensor  # log Σ p^a q^(1-a), of a kind that is finished with it and where it is far from 0; else 0
 
 
 class RowSums(NamedTuple):
@@ -68,11 +69,28 @@ class RowState(NamedTuple):
     d_log_q: Tensor
     d_loss: Tensor  # derivative of the row's loss in its sum of terms
     mode: Tensor
+    tilted_lse: Tensor  # as the sums were found with it
 
 
-def packed(rows: int, fields: int, like: Tensor) -> Tensor:
-    """Memory for so many fields of rows."""
-    return like.new_empty((fields, rows), dtype=torch.float64)
+Record = TypeVar("Record", RowStats, RowState)
+
+
+def fields(record: type[RowStats | RowState], has_tilted_lse: bool) -> tuple[str, ...]:
+    """Those that are kept of a row: tilted_lse, the last one, of the kinds that have it."""
+    return record._fields if has_tilted_lse else record._fields[:-1]
+
+
+def packed(rows: int, count: int, like: Tensor) -> Tensor:
+    """Memory for so many numbers of each row."""
+    return like.new_empty((count, rows), dtype=torch.float64)
+
+
+def unpacked(record: type[Record], known: Tensor) -> Record:
+    """The fields again; 0 for one that is not kept."""
+    numbers = list(known)
+    if len(numbers) < len(record._fields):
+        numbers.append(known.new_zeros(known.size(1)))
+    return record._make(numbers)
 
 
 def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
@@ -86,8 +104,9 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     input_lse, target_lse = each.input_lse.logsumexp(0), each.target_lse.logsumexp(0)
     if not problem.has_moments:
         return pieces[0]._replace(input_lse=input_lse, target_lse=target_lse, mode=each.mode.amax(0))
-    log_p, log_q = each.target_lse - target_lse, each.input_lse - input_lse
-    masses = _pair(log_p, log_q)
+    if problem.formula.has_tilted_lse:
+        return _merge_tilted(problem, each, input_lse, target_lse)
+    masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
     between = problem.divergence(masses, *problem.parameters.values())
     a = problem.chernoff_exponent
     of_p, of_q = masses.p, masses.q
@@ -107,12 +126,49 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
         total(between.d_log_p, of_p * each.d_log_p),
         total(between.d_log_q, of_q * each.d_log_q),
         torch.where(lacks, float(Mode.SAFE), each.mode).amax(0),
+        torch.zeros_like(input_lse),
     )
+
+
+def _merge_tilted(problem: Problem, each: RowStats, input_lse: Tensor, target_lse: Tensor) -> RowStats:
+    """The same of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
+    a = problem.parameter
+    masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
+    lacks = (masses.p == 0) | (masses.q == 0)
+    log_of = log_geometric_mean(masses.p, masses.q, masses.log_p, masses.log_q, masses.ratio, a)
+    log_parts = log_of + torch.where(log_of.isinf(), 0.0, each.tilted_lse + torch.log1p(-a * (1 - a) * each.term))
+    tilted_lse = far_tilted_lse(log_parts.logsumexp(0))
+    between = problem.divergence(masses, a)
+    of_far = (log_of.exp() - log_parts.exp()) / (a * (1 - a))
+
+    def total(of_pieces: Tensor, own: Tensor, factor: float) -> Tensor:
+        within = torch.where(each.tilted_lse == 0, log_of.exp() * own, factor * of_far)
+        return torch.where(tilted_lse == 0, (of_pieces + torch.where(lacks, 0.0, within)).sum(0), 0.0)
+
+    return RowStats(
+        input_lse,
+        target_lse,
+        total(between.term, each.term, 1.0),
+        total(between.d_log_p, each.d_log_p, a),
+        total(between.d_log_q, each.d_log_q, 1 - a),
+        torch.where(lacks, float(Mode.SAFE), each.mode).amax(0),
+        tilted_lse,
+    )
+
+
+FAR_TILTED_LSE = 0.5
+
+
+def far_tilted_lse(log_chernoff: Tensor) -> Tensor:
+    """Of log Σ p^a q^(1-a): what a row's sums are taken against."""
+    is_far = (log_chernoff.abs() >= FAR_TILTED_LSE) & log_chernoff.isfinite()
+    return torch.where(is_far, log_chernoff, 0.0)
 
 
 def _pair(log_p: Tensor, log_q: Tensor) -> Pair:
     p, q, ratio = log_p.exp(), log_q.exp(), log_difference(log_p, log_q)
-    return Pair(p, q, ratio, select_near(ratio, 0.5, p * torch.expm1(-ratio), q - p), centred=True)
+    q_minus_p = select_near(ratio, 0.5, p * torch.expm1(-ratio), q - p)
+    return Pair(p, q, log_p, log_q, ratio, q_minus_p, torch.zeros_like(ratio), centred=True)
 
 
 def merge_sums(pieces: Sequence[RowSums]) -> RowSums:
@@ -133,9 +189,11 @@ def finish(problem: Problem, stats: RowStats, sums: RowSums) -> tuple[Tensor, Ro
         # Normalisers that are off by δ between them show as an excess of q over p. Its first two orders are taken off.
         off = torch.log1p(sums.q_minus_p)
         correction = problem.curvature * off**2 - off * sums.d_log_q
-        term = torch.where(term.isfinite() & correction.isfinite(), (term + correction).clamp(min=0), term)
-    done = problem.formula.finish.run({"total": term, **problem.parameters})
+        is_near = term.isfinite() & correction.isfinite() & (stats.tilted_lse == 0)
+        term = torch.where(is_near, (term + correction).clamp(min=0), term)
+    done = problem.formula.finish.run({"total": term, "tilted_lse": stats.tilted_lse, **problem.parameters})
     log_z_diff = stats.target_lse - stats.input_lse
     d_loss = torch.as_tensor(done["derivative"], dtype=term.dtype, device=term.device).expand_as(term)
-    state = RowState(stats.input_lse, stats.target_lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode)
+    lse = stats.input_lse, stats.target_lse
+    state = RowState(*lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)
     return done["loss"], state

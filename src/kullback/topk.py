@@ -24,7 +24,7 @@ from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as
 from kullback.library import library as operators
 from kullback.problem import Problem, Side, decode, kept_dtype
 from kullback.tracing import is_traced
-from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, row_vector
+from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
 operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, bool tail) -> Tensor")
 operators.define(
@@ -84,7 +84,7 @@ def read_entries(
 ) -> tuple[Tensor, Tensor]:
     """Distinct ids and the target there, as `Entries` has them."""
     ids, target = entries_like(values, indices, of)
-    backends.run(Entries(problem, values, indices, skipped, of, ids, target))
+    backends.run(Entries(problem, in_memory(values), in_memory(indices), skipped, of, ids, target))
     return ids, target
 
 
@@ -138,7 +138,7 @@ def scatter(problem: Problem, input: Tensor, ids: Tensor, gathered: Tensor, d_ga
     rows, out = problem.narrow(as_rows(input)), as_rows(d_input)
     if rows.size(1) < input.size(-1):
         out[:, rows.size(1) :] = 0
-    ids, gathered, d_gathered = (t.reshape(-1, t.size(-1)).contiguous() for t in (ids, gathered, d_gathered))
+    ids, gathered, d_gathered = (in_memory(t).reshape(-1, t.size(-1)).contiguous() for t in (ids, gathered, d_gathered))
     backends.run(Scatter(problem, rows, ids, gathered, d_gathered, problem.narrow(out)))
     return d_input
 

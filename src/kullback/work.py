@@ -114,10 +114,10 @@ class Rows(NamedTuple):
     def _is_plain(self) -> bool:
         """Whether backends can take it as it is. Loops: half a microsecond of every call is decided here."""
         for tensor in (self.operands.input, self.operands.target):
-            if tensor.dim() != 2 or not tensor.is_contiguous() or tensor.is_neg():
+            if tensor.dim() != 2 or not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor():
                 return False
         for operand in self.operands.of_rows:
-            if operand is not None and operand.dim() != 1:
+            if operand is not None and (operand.dim() != 1 or operand.is_neg() or operand._is_zerotensor()):
                 return False
         return not self.problem.vocab
 
@@ -236,10 +236,14 @@ class Scale(NamedTuple):
 Work: TypeAlias = Rows | Entries | Gather | Scatter | Scale
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """With its numbers there: PyTorch puts off signs (conj().imag), and keeps no storage for some zeros."""
+    return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
+
+
 def as_rows(tensor: Tensor) -> Tensor:
     """[rows, vocab] with a row's elements side by side; a copy only where the layout has no such view."""
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
+    tensor = in_memory(tensor)
     if tensor.dim() == 2 and tensor.is_contiguous():
         return tensor
     if tensor.dim() != 2:
@@ -249,6 +253,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 def row_vector(tensor: Tensor, rows: int) -> Tensor:
     """A number for each row."""
+    tensor = in_memory(tensor)
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
 
 

@@ -2,7 +2,9 @@
 #define HAS_MOMENTS 1
 #define FINISH_IS_LINEAR 1
 #define FINISH_IS_IDENTITY 1
-typedef struct { real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum, target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum, log_z_diff_high, log_z_diff_low; } Row;
+#define HAS_TILTED_LSE 0
+#define FAR_TILTED_LSE 0.5f
+typedef struct { real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum, target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum, log_z_diff_high, log_z_diff_low, tilted_lse; } Row;
 typedef struct { real none; } Parameters;
 typedef struct { real term, d_log_p, d_log_q, input, target, q_minus_p; } Element;
 typedef struct { double loss, derivative; } Finish;
@@ -34,7 +36,7 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
     return result;
 }
 
-INLINE Finish finish(double total, Parameters parameters)
+INLINE Finish finish(double total, double tilted_lse, Parameters parameters)
 {
     Finish result = { total, (double)1.0 };
     return result;

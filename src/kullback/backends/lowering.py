@@ -37,10 +37,14 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
         case "sqrt", (x,) if _are_logit_masses(x):
             return node("logit_sqrt", *x.args)
         case "geometric_mean", (p, q, ratio, a):
-            if _are_logit_masses(p, q):
-                return node("logit_geometric_mean", *p.args, *q.args, ratio, a)
             larger = where(ratio < 0.0, q, p)
             return larger * node("exp", where(ratio < 0.0, a * ratio, (a - 1.0) * ratio))
+        case "log_geometric_mean", (p, q, log_p, log_q, ratio, a):
+            if _are_logit_masses(p, q):
+                return node("logit_log_geometric_mean", *p.args, *q.args, ratio, a)
+            return where(ratio < 0.0, log_q, log_p) + where(ratio < 0.0, a * ratio, (a - 1.0) * ratio)
+        case "exp", (Symbol(op="sub", args=(Symbol(op="logit_log_geometric_mean", args=log_mean), log_total)),):
+            return node("logit_tilted_mass", *log_mean, log_total)
         case "mixture", (a, p, b, q) if not _are_logit_masses(p, q):
             return a * p + b * q
         case "log_fraction", (part, whole, value):

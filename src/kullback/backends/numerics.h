@@ -24,12 +24,21 @@ INLINE real safe_logit_sqrt(real x, real row_max, real inv_temperature, real inv
     return safe_sqrt(safe_logit_mass(x, row_max, inv_temperature, inv_sum_exp));
 }
 
-INLINE real safe_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
-                                      real x, real x_max, real x_scale, real x_inv_sum_exp, real ratio, real a)
+/* log(p^a q^(1-a)), from the larger mass: of two infinities one would be subtracted */
+INLINE real safe_logit_log_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
+                                          real x, real x_max, real x_scale, real x_inv_sum_exp, real ratio, real a)
 {
-    const real p = safe_logit_mass(y, y_max, y_scale, y_inv_sum_exp);
-    const real q = safe_logit_mass(x, x_max, x_scale, x_inv_sum_exp);
-    return (ratio < 0 ? q : p) * safe_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
+    const real log_p = (y - y_max) * y_scale + safe_log(y_inv_sum_exp);
+    const real log_q = (x - x_max) * x_scale + safe_log(x_inv_sum_exp);
+    return (ratio < 0 ? log_q : log_p) + (ratio < 0 ? a * ratio : (a - 1) * ratio);
+}
+
+/* p^a q^(1-a) / exp(log_total) */
+INLINE real safe_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                   real x_inv_sum_exp, real ratio, real a, real log_total)
+{
+    return safe_exp(safe_logit_log_geometric_mean(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a)
+                    - log_total);
 }
 
 /* cap · tanh(x / cap), and its derivative from its value */
@@ -66,7 +75,7 @@ INLINE real safe_logit_difference(real y, real y_scale, real x, real x_scale, re
     const real rest = ((a - (s - t)) - (b + t)) + tail;
     const real r = safe_abs(rest) < REAL_INFINITY ? rest : (real)0;
     const real result = (s - high) + (r - low);
-    const int nothing = (y == -REAL_INFINITY) & (x == -REAL_INFINITY);
+    const int nothing = (a < (real)-1e38) & (b < (real)-1e38); /* no masses, and of scaled numbers one may be infinite */
     return nothing ? (real)0 : result;
 }
 

@@ -11,7 +11,7 @@ from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
 from kullback.problem import Formula, formula, moments_of
-from kullback.state import Mode, RowState, RowStats, RowSums
+from kullback.state import FAR_TILTED_LSE, Mode, RowState, RowStats, RowSums, fields
 from kullback.work import VERBS
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
@@ -37,12 +37,16 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
     if "fast_" in prefixes:
         elements += _print_moments(kind, names)
-    finish, finished = print_steps(traced.finish, "double", names, "")
-    macros = {
+    if traced.has_tilted_lse:
+        elements += _print_log_tilted(Program({"log_tilted": element["log_tilted"]}), names)
+    finish, finished = print_steps(traced.finish, "double", {**names, "tilted_lse": "tilted_lse"}, "")
+    macros: dict[str, int | str] = {
         "HAS_LOGITS": "logits" in (form, target_form),
         "HAS_MOMENTS": form == target_form == "logits" and DIVERGENCES[kind].moments is not None,
         "FINISH_IS_LINEAR": traced.finish_is_linear,
         "FINISH_IS_IDENTITY": traced.finish_is_identity,
+        "HAS_TILTED_LSE": traced.has_tilted_lse,
+        "FAR_TILTED_LSE": f"{FAR_TILTED_LSE}f",
     }
     parameter = DIVERGENCES[kind].parameter
     return f"""\
@@ -52,7 +56,7 @@ typedef struct {{ real {", ".join(ELEMENT)}; }} Element;
 typedef struct {{ double loss, derivative; }} Finish;
 
 {elements}
-INLINE Finish finish(double total, Parameters parameters)
+INLINE Finish finish(double total, double tilted_lse, Parameters parameters)
 {{
 {finish}    Finish result = {{ {finished["loss"]}, {finished["derivative"]} }};
     return result;
@@ -92,11 +96,16 @@ INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
 """
 
 
-def print_layout() -> str:
+def print_layout(has_tilted_lse: bool = False) -> str:
     """The fields of packed statistics, sums and states of rows in order, verbs, and the modes of a row."""
+    layouts = {
+        "STATS": fields(RowStats, has_tilted_lse),
+        "SUMS": RowSums._fields,
+        "STATE": fields(RowState, has_tilted_lse),
+    }
     enums = [
-        f"enum {{ {', '.join(f'{prefix}_{name.upper()}' for name in fields)}, {prefix}_FIELDS }};\n"
-        for prefix, fields in (("STATS", RowStats._fields), ("SUMS", RowSums._fields), ("STATE", RowState._fields))
+        f"enum {{ {', '.join(f'{prefix}_{name.upper()}' for name in names)}, {prefix}_FIELDS }};\n"
+        for prefix, names in layouts.items()
     ]
     modes = ", ".join(f"{mode.name} = {mode.value}" for mode in Mode)
     verbs = print_macros({f"VERB_{verb.upper()}": number for number, verb in enumerate(VERBS)})
@@ -128,6 +137,16 @@ def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
 INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 {{
 {_print_result("Element", program, names, prefix)}}}
+"""
+
+
+def _print_log_tilted(program: Program, names: dict[str, str]) -> str:
+    body, results = print_steps(program, "real", names, "safe_")
+    return f"""\
+INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters)
+{{
+{body}    return {results["log_tilted"]};
+}}
 """
 
 

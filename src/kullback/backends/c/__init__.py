@@ -107,7 +107,7 @@ def source(variant: Variant) -> str:
             print_macros(macros),
             (HERE / "fast.h").read_text(encoding="utf-8") if has_fast else "",
             print_functor(variant.kind, *forms, prefixes),
-            print_layout(),
+            print_layout(formula(variant.kind, *forms).has_tilted_lse),
             rows,
         ]
     )

@@ -82,10 +82,11 @@ INLINE real ex2_of_mean(real y_exponent, real x_exponent, real a)
 }
 
 /* By the ratio, whose multiples lose fewer digits than those of exponents */
-INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
-                                      real x, real x_max, real x_scale, real x_inv_sum_exp, real ratio, real a)
+INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                   real x_inv_sum_exp, real ratio, real a, real log_total)
 {
-    const real p = fast_logit_mass(y, y_max, y_scale, y_inv_sum_exp);
-    const real q = fast_logit_mass(x, x_max, x_scale, x_inv_sum_exp);
-    return (ratio < 0 ? q : p) * saturating_ex2((ratio < 0 ? a * ratio : (a - 1) * ratio) * 1.44269504f);
+    const real y_exponent = (y - y_max) * base_2(y_scale) + in_range_log(y_inv_sum_exp) * 1.44269504f;
+    const real x_exponent = (x - x_max) * base_2(x_scale) + in_range_log(x_inv_sum_exp) * 1.44269504f;
+    const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) - log_total;
+    return saturating_ex2((ratio < 0 ? x_exponent : y_exponent) + power * 1.44269504f);
 }

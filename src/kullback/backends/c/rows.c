@@ -46,7 +46,7 @@ typedef struct { double max, sum_exp; } Softmax;
 /* What is found of a row before its gradients are written */
 typedef struct {
     Softmax input, target;
-    double log_z_diff;
+    double log_z_diff, tilted_lse;
     Sums sums;
     int mode;
 } Found;
@@ -58,6 +58,8 @@ typedef struct {
    rounding would be too much, or is no number, are summed again. */
 #define MIN_FAST_SUM 0.05
 #define MAX_SUM 1e15
+/* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
+#define MIN_CHERNOFF 1e-25
 
 #if HAS_FAST
 INLINE int is_well_conditioned(Sums sums)
@@ -203,6 +205,7 @@ static void set_row(Row *row, const Found *found, const Arguments *a)
     row->target_log_sum_exp = (real)log(found->target.sum_exp);
     row->log_z_diff_high = (real)found->log_z_diff;
     row->log_z_diff_low = (real)(found->log_z_diff - (double)row->log_z_diff_high);
+    row->tilted_lse = (real)found->tilted_lse;
 }
 
 /* -inf of a piece without mass */
@@ -221,10 +224,37 @@ static Softmax softmax_of(double lse, double temperature)
 }
 #endif
 
+#if HAS_TILTED_LSE
+static int is_far_lse(double lse) { return fabs(lse) >= FAR_TILTED_LSE && fabs(lse) < INFINITY; }
+
+/* The row's log Σ p^a q^(1-a) */
+NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters)
+{
+    real top = -REAL_INFINITY;
+    double total = 0;
+    (void)softcaps;
+#pragma omp simd reduction(max: top)
+    for (int64_t i = 0; i < n; i++) {
+        const real value = safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameters);
+        top = value > top ? value : top;
+    }
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++)
+            part += safe_exp(safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameters) - top);
+        total += part;
+    }
+    return top + log(total);
+}
+#endif
+
 #if HAS_FAST
-/* Both softmaxes and the sums of a row that is far; false where it is not. */
+/* Both softmaxes and the sums of a row that is far; false where it is not. `is_near`: whether the row is known to need no
+   log-sum-exp of its tilted masses. */
 static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
-                    const Arguments *a, Found *found)
+                    const Arguments *a, Found *found, int *is_near)
 {
 #if HAS_CHERNOFF
     const double exponent = chernoff_exponent(parameters);
@@ -239,16 +269,29 @@ static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
     found->log_z_diff = log_z_diff(found);
     set_row(row, found, a);
 #if HAS_MOMENTS
-    const double shift = log2(s.x_sum_exp / s.y_sum_exp);
+    const double shift = log2(s.x_sum_exp / s.y_sum_exp), chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
     const Element whole = from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * 0.6931471805599453),
-                                       (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453),
-                                       (real)(s.chernoff / s.x_sum_exp * exp2(exponent * shift)), parameters);
+                                       (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453), (real)chernoff,
+                                       parameters);
     found->sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
+#if HAS_TILTED_LSE
+    *is_near = fabs(log(chernoff)) < FAR_TILTED_LSE;
+    if (!*is_near) {
+        if (!(s.chernoff > MIN_CHERNOFF && is_well_conditioned(found->sums)))
+            return 0;
+        found->tilted_lse = log(chernoff);
+        found->sums = (Sums){ 0, 0, 0, 0 };
+        found->mode = FAST;
+        set_row(row, found, a);
+        return 1;
+    }
+#endif
 #else
     found->sums = (Sums){ 0, 0, 0, 0 };
     fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
 #endif
     found->mode = FAST;
+    (void)is_near;
     return is_well_conditioned(found->sums);
 }
 #endif
@@ -268,9 +311,24 @@ static void sum_exponentials(const X *x, const Y *y, int64_t n, const Row *row, 
 
 /* Both softmaxes and the sums of any row */
 static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
-                     const Arguments *a, Found *found)
+                     const Arguments *a, Found *found, int is_near)
 {
     sum_exponentials(x, y, n, row, softcaps, found);
+    found->mode = SAFE;
+    (void)is_near;
+#if HAS_TILTED_LSE
+    if (!is_near) {
+        found->log_z_diff = log_z_diff(found);
+        set_row(row, found, a);
+        const double lse = tilted_lse(x, y, n, *row, softcaps, parameters);
+        if (is_far_lse(lse)) {
+            found->tilted_lse = lse;
+            found->sums = (Sums){ 0, 0, 0, 0 };
+            set_row(row, found, a);
+            return;
+        }
+    }
+#endif
     for (int pass = 0; pass < 2; pass++) {
         found->log_z_diff = log_z_diff(found);
         set_row(row, found, a);
@@ -285,14 +343,14 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
         found->input.sum_exp *= exp(0.5 * s.q_minus_p);
         found->target.sum_exp *= exp(-0.5 * s.q_minus_p);
     }
-    found->mode = SAFE;
 }
 
 /* A row, or a piece of one that counts as a row */
 static void sum_row(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
                     const Arguments *a, Found *found)
 {
-    *found = (Found){ { 0, 1 }, { 0, 1 }, 0, { 0, 0, 0, 0 }, SAFE };
+    int is_near = 0;
+    *found = (Found){ { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE };
 #if INPUT_IS_LOGITS
     found->input.max = COUNTED_X((real)input_max(x, n)) * (double)(real)(1 / a->input_temperature);
 #endif
@@ -306,10 +364,11 @@ static void sum_row(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
     }
 #if HAS_FAST
     if (fabs(found->input.max) < INFINITY && fabs(found->target.max) < INFINITY
-        && sum_fast(x, y, n, row, softcaps, parameters, a, found))
+        && sum_fast(x, y, n, row, softcaps, parameters, a, found, &is_near))
         return;
+    found->tilted_lse = 0;
 #endif
-    sum_safe(x, y, n, row, softcaps, parameters, a, found);
+    sum_safe(x, y, n, row, softcaps, parameters, a, found, is_near);
 }
 #endif
 
@@ -331,6 +390,9 @@ static void keep_statistics(const Arguments *a, int64_t r, const Found *found)
     keep(a, STATS_D_LOG_P, r, found->sums.d_log_p);
     keep(a, STATS_D_LOG_Q, r, found->sums.d_log_q);
     keep(a, STATS_MODE, r, found->mode);
+#if HAS_TILTED_LSE
+    keep(a, STATS_TILTED_LSE, r, found->tilted_lse);
+#endif
 #endif
 }
 
@@ -357,6 +419,9 @@ static void keep_state(const Arguments *a, int64_t r, const Found *found, double
     keep(a, STATE_D_LOG_Q, r, found->sums.d_log_q);
     keep(a, STATE_D_LOSS, r, d_loss);
     keep(a, STATE_MODE, r, found->mode);
+#if HAS_TILTED_LSE
+    keep(a, STATE_TILTED_LSE, r, found->tilted_lse);
+#endif
 }
 
 static void clear(const Arguments *a, int64_t r, int64_t n)
@@ -395,7 +460,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     Row row = { 0 };
     const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
-    Found found = { { 0, 1 }, { 0, 1 }, 0, { 0, 0, 0, 0 }, SAFE };
+    Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE };
     const int has_state = a->verb == VERB_GRADIENT && a->known;
     double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
     (void)d_input, (void)d_target, (void)d_loss;
@@ -406,11 +471,17 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         found.log_z_diff = known(a, STATE_LOG_Z_DIFF, r);
         found.sums = (Sums){ 0, known(a, STATE_D_LOG_P, r), known(a, STATE_D_LOG_Q, r), 0 };
         found.mode = (int)known(a, STATE_MODE, r);
+#if HAS_TILTED_LSE
+        found.tilted_lse = known(a, STATE_TILTED_LSE, r);
+#endif
         set_row(&row, &found, a);
     } else if (a->verb == VERB_ACCUMULATE) {
         found.input = softmax_of(known(a, STATS_INPUT_LSE, r), a->input_temperature);
         found.target = softmax_of(known(a, STATS_TARGET_LSE, r), a->target_temperature);
         found.log_z_diff = known(a, STATS_TARGET_LSE, r) - known(a, STATS_INPUT_LSE, r);
+#if HAS_TILTED_LSE
+        found.tilted_lse = known(a, STATS_TILTED_LSE, r);
+#endif
         set_row(&row, &found, a);
         sum(x, y, 0, 0, n, row, softcaps, parameters, 0, &found.sums);
     } else {
@@ -437,7 +508,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     }
     double loss = 0;
     if (!has_state) {
-        const Finish done = finish(found.sums.term, parameters);
+        const Finish done = finish(found.sums.term, found.tilted_lse, parameters);
         loss = weight * done.loss;
         d_loss = done.derivative;
     }

@@ -74,7 +74,7 @@ def entries(work: Entries) -> None:
     of, temperature = work.of, work.problem.target.temperature
     values, indices = work.values.contiguous(), work.indices.long().contiguous()
     skipped = None if work.skipped is None else work.skipped.contiguous()
-    wrong = torch.full((), -1, dtype=torch.int64)
+    wrong = torch.full((), -1, dtype=torch.int64, device="cpu")
     run = entries_kernel(values.dtype, of.form)
     run(
         EntriesStructure(

@@ -12,6 +12,8 @@
 #define HAS_P_LOG_RATIO 0
 #define HAS_Q_LOG_RATIO 0
 #define HAS_CHERNOFF 0
+#define HAS_TILTED_LSE 1 /* whether the row is finished with log Σ p^a q^(1-a), which counts as far from 0 above this */
+#define FAR_TILTED_LSE 0.5f
 #define HAS_SLOPES 1 /* whether derivatives over their masses are known, and what they are like */
 #define HAS_LOG_FRACTION 0
 #define HAS_COUPLING 0
@@ -19,11 +21,11 @@
 
 namespace kullback {
 
-enum { STATS_INPUT_LSE, STATS_TARGET_LSE, STATS_TERM, STATS_D_LOG_P, STATS_D_LOG_Q, STATS_MODE, STATS_FIELDS };
+enum { STATS_INPUT_LSE, STATS_TARGET_LSE, STATS_TERM, STATS_D_LOG_P, STATS_D_LOG_Q, STATS_MODE, STATS_TILTED_LSE, STATS_FIELDS };
 enum { SUMS_TERM, SUMS_D_LOG_P, SUMS_D_LOG_Q, SUMS_Q_MINUS_P, SUMS_MODE, SUMS_FIELDS };
 enum {
     STATE_INPUT_LSE, STATE_TARGET_LSE, STATE_LOG_Z_DIFF, STATE_D_LOG_P, STATE_D_LOG_Q, STATE_D_LOSS, STATE_MODE,
-    STATE_FIELDS
+    STATE_TILTED_LSE, STATE_FIELDS
 };
 enum { FAST, STABLE, SAFE };
 #define VERB_LOSS 0
@@ -34,7 +36,7 @@ enum { FAST, STABLE, SAFE };
 typedef struct {
     real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum;
     real target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum;
-    real log_z_diff_high, log_z_diff_low;
+    real log_z_diff_high, log_z_diff_low, tilted_lse;
 } Row;
 typedef struct { real parameter; } Parameters;
 typedef struct { real term, d_log_p, d_log_q, input, target, q_minus_p; } Element;
@@ -44,8 +46,9 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters) { re
 INLINE Element in_range_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element stable_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element fast_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Finish finish(double total, Parameters parameters) { return {}; }
+INLINE Finish finish(double total, double tilted_lse, Parameters parameters) { return {}; }
 
+INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE real chernoff_exponent(Parameters parameters) { return {}; }
 INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, Parameters parameters) { return {}; }
 

@@ -185,7 +185,7 @@ kullback_literal(const X *x, const Y *y, X *d_input, Y *d_target, const WEIGHT *
         if (KNOWN || (!WANT_SUM && FINISH_IS_LINEAR))
             continue;
         const double row_total = row_sum(sum);
-        const Finish done = finish(row_total, parameters);
+        const Finish done = finish(row_total, 0, parameters);
         if (!FINISH_IS_LINEAR && (WANT_INPUT || WANT_TARGET) && !skipped)
             sweep<false, true>(view, lane, parameters, (real)(weight * scale * done.derivative));
         if (lane.index == 0 && exists) {

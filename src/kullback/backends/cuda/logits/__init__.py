@@ -17,7 +17,7 @@ from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
 from kullback.divergences import DIVERGENCES
-from kullback.problem import Problem, element_at, moments_of
+from kullback.problem import Problem, element_at, formula, moments_of
 from kullback.work import Rows, Verb
 
 ARGUMENTS = text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS))
@@ -72,7 +72,8 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
     both = forms == ("logits", "logits")
     functor = print_functor(variant.kind, *forms, ("safe_", "fast_", "stable_") if both else ("safe_",))
     slopes = print_slopes(variant.kind) if both else ""
-    printed = '#include "cuda/logits/fast_math.cuh"\nnamespace kullback {\n' + print_layout() + functor + slopes + "}\n"
+    layout = print_layout(formula(variant.kind, *forms).has_tilted_lse)
+    printed = f'#include "cuda/logits/fast_math.cuh"\nnamespace kullback {{\n{layout}{functor}{slopes}}}\n'
     bounds = f"__launch_bounds__({shape.threads}, {shape.min_blocks})"
     entry = print_entry("kullback_logits", bounds, {"Operands": OPERANDS, "Setup": SETUP})
     return print_macros(macros) + inlined("cuda/logits/kernel.cuh", {"cuda/functor.cuh": printed}) + entry

@@ -64,6 +64,7 @@ template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats 
     const double log_z_diff = log_z_diff_of(a, stats);
     row.log_z_diff_high = (float)log_z_diff;
     row.log_z_diff_low = (float)(log_z_diff - (double)row.log_z_diff_high);
+    row.tilted_lse = stats.tilted_lse;
     row.input_grad_sum = sums.d_log_q;
     row.target_grad_sum = sums.d_log_p;
     return row;

@@ -60,14 +60,15 @@ INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv
     return ex2(fmaf(x, 0.5f * base_2(inv_temperature), -half)) * sqrtf(inv_sum_exp);
 }
 
-INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
-                                      real x, real x_max, real x_scale, real x_inv_sum_exp, real, real a)
+/* p^a q^(1-a) / exp(log_total) */
+INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                   real x_inv_sum_exp, real, real a, real log_total)
 {
     const real y_less = IS_16_BIT ? y_max : mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
     const real x_less = IS_16_BIT ? x_max : mul_rn(x_max, base_2(x_scale)) - log2f(x_inv_sum_exp);
     const real y_exponent = fmaf(y, base_2(y_scale), -y_less);
     const real x_exponent = finite_ratio(fmaf(x, base_2(x_scale), -x_less));
-    return ex2(fmaf(a, y_exponent, (1 - a) * x_exponent));
+    return ex2(fmaf(a, y_exponent, fmaf(1 - a, x_exponent, -1.44269504f * log_total)));
 }
 
 /* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
@@ -119,12 +120,13 @@ INLINE real stable_logit_sqrt(real x, real row_max, real inv_temperature, real i
     return fast_sqrt(stable_logit_mass(x, row_max, inv_temperature, inv_sum_exp));
 }
 
-INLINE real stable_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp,
-                                        real x, real x_max, real x_scale, real x_inv_sum_exp, real ratio, real a)
+INLINE real stable_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                     real x_inv_sum_exp, real ratio, real a, real log_total)
 {
-    const real p = stable_logit_mass(y, y_max, y_scale, y_inv_sum_exp);
-    const real q = stable_logit_mass(x, x_max, x_scale, x_inv_sum_exp);
-    return (ratio < 0 ? q : p) * fast_exp(ratio < 0 ? a * ratio : (a - 1) * ratio);
+    const real y_exponent = fmaf(y, base_2(y_scale), -mul_rn(y_max, base_2(y_scale))) + lg2(y_inv_sum_exp);
+    const real x_exponent = fmaf(x, base_2(x_scale), -mul_rn(x_max, base_2(x_scale))) + lg2(x_inv_sum_exp);
+    const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) - log_total;
+    return ex2(fmaf(power, 1.44269504f, ratio < 0 ? x_exponent : y_exponent));
 }
 
 #define stable_abs safe_abs

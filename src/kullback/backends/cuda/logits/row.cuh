@@ -13,6 +13,9 @@ namespace kullback {
    than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
 #define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
 
+/* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
+#define MIN_CHERNOFF 1e-25f
+
 SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
 
 /* What is found of a row before its gradients are written */
@@ -92,6 +95,9 @@ INLINE Found sum_row(const Slice &slice, Pipeline &, RowGroup &)
     found.sums.d_log_p = (float)known(a, STATE_D_LOG_P, slice.row);
     found.sums.d_log_q = (float)known(a, STATE_D_LOG_Q, slice.row);
     found.mode = HAS_FAST ? (int)known(a, STATE_MODE, slice.row) : SAFE;
+#if HAS_TILTED_LSE
+    found.stats.tilted_lse = (float)known(a, STATE_TILTED_LSE, slice.row);
+#endif
     return found;
 }
 #elif VERB == VERB_ACCUMULATE
@@ -101,6 +107,9 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     Found found;
     found.stats = known_stats(a, slice.row, STATS_INPUT_LSE, STATS_TARGET_LSE);
     found.stats.log_z_diff = known(a, STATS_TARGET_LSE, slice.row) - known(a, STATS_INPUT_LSE, slice.row);
+#if HAS_TILTED_LSE
+    found.stats.tilted_lse = (float)known(a, STATS_TILTED_LSE, slice.row);
+#endif
 #if HAS_FAST
     found.sums = row_sums<STABLE>(slice, pipeline, group, found.stats);
     if (warp_all(is_finite(found.sums)))
@@ -111,8 +120,29 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     return found;
 }
 #else
+#if HAS_TILTED_LSE
+/* The log-sum-exp of the row's tilted masses. Where it is far from 0, sums are 0 against it; else they are still to be found. */
+INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
+{
+    const Arguments &a = slice.a;
+    const Row row = row_constants<SAFE>(a, found.stats, {});
+    const auto log_tilted = [&](float x, float y) { return safe_log_tilted(input_of(a, x), target_of(a, y), row, a.parameters); };
+    RowMax top = { -REAL_INFINITY, 0 };
+    each_element<false>(slice, pipeline, group, [&](float x, float y, int) { top.x = max_nan(top.x, log_tilted(x, y)); });
+    top = all_reduced(a, pipeline, group, top);
+    double sum = 0;
+    each_element<false>(slice, pipeline, group, [&](float x, float y, int) { sum += (double)safe_exp(log_tilted(x, y) - top.x); });
+    found.sums = all_reduced(a, pipeline, group, Sums { (float)sum });
+    const float lse = top.x + logf(found.sums.term);
+    found.mode = SAFE;
+    found.sums = {};
+    if (warp_all(fabsf(lse) >= FAR_TILTED_LSE && fabsf(lse) < REAL_INFINITY))
+        found.stats.tilted_lse = lse;
+}
+#endif
+
 #if SUMS_FROM_MOMENTS
-INLINE void sum_fast(const Slice &slice, Pipeline &, RowGroup &, Found &found)
+INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
     const RowStats &stats = found.stats;
@@ -127,6 +157,17 @@ INLINE void sum_fast(const Slice &slice, Pipeline &, RowGroup &, Found &found)
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     if (is_well_conditioned(found.sums))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
+#if HAS_TILTED_LSE
+    const float lse = logf(moments[CHERNOFF] / stats.x_sum_exp * norm);
+    if (warp_all(fabsf(lse) < FAR_TILTED_LSE))
+        return;
+    if (found.mode != SAFE && warp_all(moments[CHERNOFF] > MIN_CHERNOFF)) {
+        found.stats.tilted_lse = lse;
+        found.sums = {};
+    } else {
+        sum_tilted(slice, pipeline, group, found);
+    }
+#endif
 }
 #elif HAS_FAST_SUM
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
@@ -214,11 +255,15 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 #if HAS_FAST
     if (found.stats.in_range) {
         sum_fast(slice, pipeline, group, found);
-        if (found.mode == SAFE && warp_all(is_finite(found.sums)))
+        if (found.stats.tilted_lse == 0 && found.mode == SAFE && warp_all(is_finite(found.sums)))
             sum_stable(slice, pipeline, group, found);
     }
 #endif
-    if (found.mode == SAFE)
+#if HAS_TILTED_LSE
+    if (!found.stats.in_range)
+        sum_tilted(slice, pipeline, group, found);
+#endif
+    if (found.stats.tilted_lse == 0 && found.mode == SAFE)
         found.sums = row_sums<SAFE>(slice, pipeline, group, found.stats);
     return found;
 }
@@ -250,6 +295,9 @@ INLINE void keep_state(const Arguments &a, unsigned r, const Found &found, doubl
     keep(a, STATE_D_LOG_Q, r, found.sums.d_log_q);
     keep(a, STATE_D_LOSS, r, d_loss);
     keep(a, STATE_MODE, r, found.mode);
+#if HAS_TILTED_LSE
+    keep(a, STATE_TILTED_LSE, r, found.stats.tilted_lse);
+#endif
 }
 
 /* What is known to be wrong with the difference of log-sum-exps is taken off, a half from each. */
@@ -263,6 +311,9 @@ INLINE void keep_statistics(const Arguments &a, unsigned r, const Found &found)
     keep(a, STATS_D_LOG_P, r, found.sums.d_log_p);
     keep(a, STATS_D_LOG_Q, r, found.sums.d_log_q);
     keep(a, STATS_MODE, r, found.mode);
+#if HAS_TILTED_LSE
+    keep(a, STATS_TILTED_LSE, r, found.stats.tilted_lse);
+#endif
 }
 
 INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
@@ -287,7 +338,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     }
     release_row(slice, pipeline, group);
 #else
-    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, a.parameters);
+    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameters);
     if (!WANT_GRADIENT && a.found && group.thread == 0 && cta_rank() == 0) /* now, so that nothing of it is kept any longer */
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */

@@ -17,6 +17,7 @@ namespace kullback {
 struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
+    float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
 #if HAS_NORMALISERS
     double log_z_diff = 0;

@@ -7,8 +7,8 @@ namespace kullback {
 
 #if HAS_SERIES
 /* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q), which is the same
-   when p and q are exchanged. Where temperatures differ, or the series does not reach the parameters, log_z_diff is infinite
-   and no element is near. */
+   when p and q are exchanged. Where temperatures differ, the series does not reach the parameters, or the sums are of a tilted
+   distribution, log_z_diff is infinite and no element is near. */
 struct Series {
     float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
     float rest;       /* what less was rounded by, as a factor of them all */
@@ -28,7 +28,7 @@ struct Series {
         x_max = stats.x_max;
         y_max = stats.y_max;
         inv_temperature = a.input_inv_temperature;
-        const bool applies = has_one_temperature(a) && term_factor(a, 2) != 0;
+        const bool applies = has_one_temperature(a) && term_factor(a, 2) != 0 && stats.tilted_lse == 0;
         log_z_diff = applies ? (float)found : REAL_INFINITY;
         log_z_diff_low = (float)(found - (double)log_z_diff);
     }
