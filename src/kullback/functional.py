@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from kullback import autograd, backends, checks, linear, topk
+from kullback import backends, checks, linear, sharded, topk
 from kullback.forms import FORMS
 from kullback.linear import Models
 from kullback.problem import Problem, Side
@@ -78,16 +78,17 @@ def kl_div(
     forms = form, "log_probs" if log_target else "probs"
     # Dynamo may take the numbers of an object that it did not see made for inputs of the graph.
     problem = Problem("kl", Side(forms[0]), Side(forms[1])) if torch.compiler.is_compiling() else KL[forms]
+    driver = sharded.driver(input, target)
     if reduction == "none":
-        return autograd.per_row(problem, Operands(input.unsqueeze(-1), target.unsqueeze(-1)), dtype)
+        return driver.per_row(problem, Operands(input.unsqueeze(-1), target.unsqueeze(-1)), dtype)
     count = batch if reduction == "batchmean" else 1 if reduction == "sum" else input.numel()
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     operands = Operands(input, target)
     if torch.compiler.is_compiling() and reduction != "sum":  # 1 / count as a number would be compiled for each anew
-        return (autograd.total(problem, operands, 1.0, torch.promote_types(dtype, torch.float32)) / count).to(dtype)
+        return (driver.total(problem, operands, 1.0, torch.promote_types(dtype, torch.float32)) / count).to(dtype)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
-    return autograd.total(problem, operands, scale, dtype)
+    return driver.total(problem, operands, scale, dtype)
 
 
 def divergence(
@@ -157,7 +158,8 @@ def divergence(
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32 for 16-bit inputs, else the promoted dtype. Where
-        there are no rows, or no weight, sum and mean are 0 with zero gradients.
+        there are no rows, or no weight, sum and mean are 0 with zero gradients. Of DTensors, replicated or sharded by
+        rows, a DTensor: each device finds its own rows', and a sum is partial until it is needed.
 
     Raises:
         TypeError: an argument of the wrong type or dtype (integer, bool, complex).
@@ -197,9 +199,10 @@ def divergence(
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight)
+    driver = sharded.driver(input, target)
     if reduced.per_row:
-        return reduced.finish(autograd.per_row(problem, operands, dtype))
-    return reduced.finish(autograd.total(problem, operands, reduced.scale, dtype, inplace))
+        return reduced.finish(driver.per_row(problem, operands, dtype))
+    return reduced.finish(driver.total(problem, operands, reduced.scale, dtype, inplace))
 
 
 def topk_divergence(
