@@ -14,7 +14,7 @@ import kullback
 
 # Without a GPU it runs all the same, and shows that it does.
 DEVICE, BACKEND = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
-KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation")
+KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation", "renyi")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # On chip, in clusters of eight blocks, four and one; streamed; short. All odd.
 VOCABULARIES = (128257, 50257, 8193, 600_001, 1001)

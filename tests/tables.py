@@ -1,6 +1,8 @@
-"""The kinds as tables in documents: `make tables` writes them from DIVERGENCES, a test holds the documents to them."""
+"""Tables in documents: `make tables` writes them from DIVERGENCES and results, a test holds the documents to them."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 from kullback.divergences import DIVERGENCES
@@ -41,6 +43,16 @@ def docstring():
     return "\n".join(f"    {line}" for line in (rule, lines[0], rule, *lines[1:], rule))
 
 
+def regimes():
+    """The errors of every backend by regime, of the machines that have it; the textbook's on a CPU."""
+    results = []
+    for machine in ("cpu", "h200"):
+        report = json.loads((ROOT / f"benchmarks/results/{machine}/regimes.json").read_text(encoding="utf-8"))
+        known = {r["of"] for r in results}
+        results += [r for r in report["results"] if r["of"] not in known]
+    return runpy.run_path(str(ROOT / "benchmarks/regimes.py"))["tables"](results)
+
+
 def between(begin, end, table):
     pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.S)
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
@@ -50,6 +62,7 @@ RULE = re.compile(r"^    =+  =+  =+\n    kind .*?\n    =+  =+  =+\n.*?\n    =+  
 FILES = {
     "README.md": between(BEGIN, END, markdown),
     "docs/mathematics.md": between(BEGIN, END, markdown_with_domains),
+    "docs/numerics.md": between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes),
     "src/kullback/functional.py": lambda text: RULE.subn(lambda match: docstring(), text),
 }
 
@@ -57,7 +70,7 @@ FILES = {
 def rendered(name):
     """The file as it should be."""
     text, count = FILES[name]((ROOT / name).read_text(encoding="utf-8"))
-    assert count == 1, f"{name} has {count} tables of kinds"
+    assert count == 1, f"{name} has {count} such tables"
     return text
 
 

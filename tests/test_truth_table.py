@@ -314,7 +314,8 @@ def test_masks_that_overflow_when_scaled(kind, dtype, options, backend, device, 
             results.append((loss, *torch.autograd.grad(loss, leaves)))
         for index, (mine, expected) in enumerate(zip(*results, strict=True)):
             of_kept = mine[:, kept.to(device)] if index else mine
-            torch.testing.assert_close(of_kept, expected, rtol=2e-2 if dtype == torch.bfloat16 else 2e-5, atol=1e-7)
+            # The same rows summed in another order: chi2 of far ones is a sum of few large exponentials.
+            torch.testing.assert_close(of_kept, expected, rtol=2e-2 if dtype == torch.bfloat16 else 5e-5, atol=1e-7)
             if index:
                 assert (mine[:, 7] == 0).all()
 

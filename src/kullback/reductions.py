@@ -43,6 +43,8 @@ def reduction_of(
     dtype: torch.dtype,
 ) -> Reduction:
     """Of the input's rows, `input.shape[:-1]`."""
+    if row_weight is None and normalizer is None and name == "mean" and not torch.compiler.is_compiling():
+        return Reduction(None, 1 / max(math.prod(input.shape[:-1]), 1), False, dtype)
     if row_weight is not None and (row_weight.requires_grad or in_functorch()):
         # A weight's gradient is its row's loss. Rows of weight 0 are still not read.
         divisor = None if name != "mean" else row_weight.sum() if normalizer is None else normalizer
@@ -63,10 +65,8 @@ def reduction_of(
         return Reduction(row_weight, 1 / normalizer, False, dtype)
     if row_weight is not None:
         return Reduction(row_weight / positive(row_weight.sum()), 1.0, False, dtype)
-    rows = math.prod(input.shape[:-1])
-    if torch.compiler.is_compiling():  # 1 / rows as a number would be compiled anew for each count
-        return Reduction(None, 1.0, False, dtype, divisor=max(rows, 1))
-    return Reduction(None, 1 / max(rows, 1), False, dtype)
+    # Compiled: 1 / rows as a number would be compiled anew for each count.
+    return Reduction(None, 1.0, False, dtype, divisor=max(math.prod(input.shape[:-1]), 1))
 
 
 def positive(divisor: Tensor) -> Tensor:

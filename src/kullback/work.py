@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.problem import Problem, accumulator
-from kullback.state import Mode
+from kullback.state import Mode, RowStats
 
 Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]
 VERBS: tuple[Verb, ...] = ("loss", "statistics", "accumulate", "gradient")  # as kernels number them
@@ -75,10 +75,10 @@ class Rows(NamedTuple):
     @property
     def has_nothing_to_read(self) -> bool:
         """No rows; no tokens to normalise; or statistics of elements that stand alone."""
-        x, has_logits = self.operands.input, self.problem.has_logits
+        x, is_of_statistics = self.operands[0], self.verb == "statistics"
         if x.numel() == 0:
-            return has_logits or x.size(0) == 0 or self.verb == "statistics"
-        return self.verb == "statistics" and not has_logits
+            return self.problem.has_logits or x.size(0) == 0 or is_of_statistics
+        return is_of_statistics and not self.problem.has_logits
 
     def write_nothing(self) -> None:
         """What comes of that."""
@@ -90,7 +90,7 @@ class Rows(NamedTuple):
         if self.verb == "statistics" and self.found is not None and self.problem.has_logits:
             for field, side in enumerate(self.problem.sides):
                 self.found[field] = -math.inf if side.form == "logits" else 0
-            self.found[-1] = Mode.SAFE
+            self.found[RowStats._fields.index("mode")] = Mode.SAFE
 
     def split(self) -> list[Rows]:
         """As backends take them: several, where a large tensor such as logits[:, :-1] has no view as rows."""
@@ -113,11 +113,15 @@ class Rows(NamedTuple):
 
     def _is_plain(self) -> bool:
         """Whether backends can take it as it is. Loops: half a microsecond of every call is decided here."""
-        for tensor in (self.operands.input, self.operands.target):
-            if tensor.dim() != 2 or not tensor.is_contiguous() or tensor.is_neg() or tensor._is_zerotensor():
+        dims = 2
+        for i, tensor in enumerate(self.operands):
+            if i == 2:
+                dims = 1
+            if tensor is None:
+                continue
+            if tensor.dim() != dims or tensor.is_neg() or tensor._is_zerotensor():
                 return False
-        for operand in self.operands.of_rows:
-            if operand is not None and (operand.dim() != 1 or operand.is_neg() or operand._is_zerotensor()):
+            if dims == 2 and not tensor.is_contiguous():
                 return False
         return not self.problem.vocab
 

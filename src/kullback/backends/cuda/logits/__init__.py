@@ -97,16 +97,15 @@ def why_not(work: Rows) -> str | None:
 
 
 def run(work: Rows) -> None:
-    problem, operands = work.problem, work.operands
-    x, y, weight = operands.input, operands.target, operands.row_weight
+    problem, (x, y, weight), verb, scale, known, found, loss, total, d_input, d_target = work
     rows, vocab = x.shape
     index = x.get_device()
     weight = None if weight is None else weight.contiguous()
-    output = work.total if work.loss is None else work.loss
-    tensors = x, y, work.d_input, work.d_target
+    output = total if loss is None else loss
+    tensors = x, y, d_input, d_target
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     strides = [0 if t is None else t.stride()[0] for t in tensors]  # stride(0) takes twice as long
-    is_streamed = work.known is not None
+    is_streamed = known is not None
     launcher, setup = _prepared(
         index,
         vocab,
@@ -115,13 +114,13 @@ def run(work: Rows) -> None:
         y.dtype,
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
-        work.verb,
+        verb,
         is_streamed,
-        work.has_outputs,
-        work.wants,
+        output is not None or found is not None,
+        (d_input is not None, d_target is not None),
         not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
     )
-    partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks)
+    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
     launcher(
         rows,
         *Operands(
@@ -130,10 +129,10 @@ def run(work: Rows) -> None:
             d_input=addresses[2],
             d_target=addresses[3],
             row_weight=0 if weight is None else weight.data_ptr(),
-            known=0 if work.known is None else work.known.data_ptr(),
-            found=0 if work.found is None else work.found.data_ptr(),
-            loss=0 if work.loss is None else work.loss.data_ptr(),
-            total=0 if work.total is None else work.total.data_ptr(),
+            known=0 if known is None else known.data_ptr(),
+            found=0 if found is None else found.data_ptr(),
+            loss=0 if loss is None else loss.data_ptr(),
+            total=0 if total is None else total.data_ptr(),
             partial=partial,
             ticket=ticket,
             rows=rows,
@@ -142,7 +141,7 @@ def run(work: Rows) -> None:
             y_stride=strides[1],
             d_input_stride=strides[2],
             d_target_stride=strides[3],
-            scale=work.scale,
+            scale=scale,
         ),
         *setup,
     )
