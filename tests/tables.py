@@ -59,12 +59,13 @@ def between(begin, end, table):
 
 
 RULE = re.compile(r"^    =+  =+  =+\n    kind .*?\n    =+  =+  =+\n.*?\n    =+  =+  =+$", re.S | re.M)
-FILES = {
+KINDS = {
     "README.md": between(BEGIN, END, markdown),
     "docs/mathematics.md": between(BEGIN, END, markdown_with_domains),
-    "docs/numerics.md": between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes),
     "src/kullback/functional.py": lambda text: RULE.subn(lambda match: docstring(), text),
 }
+REGIMES = between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes)
+FILES = {**KINDS, "docs/numerics.md": REGIMES}
 
 
 def rendered(name):

@@ -128,7 +128,7 @@ def test_its_rows_in_tables_are_written_by_a_command(triangular, tmp_path):
     """The README's, the docstring's and docs/mathematics.md's: `make tables`."""
     from tests import tables
 
-    assert all(KIND in tables.rendered(file) for file in tables.FILES)
+    assert all(KIND in tables.rendered(file) for file in tables.KINDS)
 
 
 def test_no_other_file_names_a_kind_that_is_not_its_own():
