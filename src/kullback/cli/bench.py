@@ -24,6 +24,7 @@ from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import inlined
 from kullback.cli import reference
+from kullback.cli import rows as rows_module
 from kullback.divergences import DIVERGENCES
 
 DTYPES = {
@@ -159,13 +160,24 @@ def bench(
     progress: Callable[[str], None],
     rivals: bool = True,
     noise: float = 1.0,
+    source: str = "random",
+    student: str = "",
 ) -> dict[str, Any]:
-    """Everything about one case, as plain data."""
+    """Everything about one case, as plain data. Rows are random, made, or of the file that `source` names."""
     wanted, rows = rows, fitting_rows(rows, vocab, DTYPES[dtype], device)
     if rows < 1:
         raise MemoryError(f"no row of {vocab} tokens fits the memory of {device}")
     progress("drawing inputs")
-    x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
+    case = {"rows": rows, "vocab": vocab, "dtype": dtype, "form": form, "kind": kind}
+    if source == "random":
+        case["noise"] = noise
+        x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
+    else:
+        case |= {"source": source, "student": student}
+        if source == "made":
+            x, y = rows_module.made(student, rows, vocab, DTYPES[dtype], device)
+        else:
+            x, y = rows_module.load(source, student, rows, DTYPES[dtype], device)
     clock = Clock(device, repeats)
     parameters = DIVERGENCES[kind].defaults
     progress("float64 truth")
@@ -201,13 +213,14 @@ def bench(
     ours = kullback.divergence(x, y, kind, form=form, reduction="none").double()
     row_error = ((ours - truth).abs() / truth.abs().clamp_min(1e-12)).max().item()
     return {
-        "case": {"rows": rows, "vocab": vocab, "dtype": dtype, "form": form, "kind": kind, "noise": noise},
+        "case": case,
         "rows_asked": wanted,
         "read_seconds": floor,
         "read_terabytes_a_second": bytes_read / floor / 1e12,
         "copy_seconds": copy,
         "copy_terabytes_a_second": 2 * x.numel() * x.itemsize / copy / 1e12,
         "value": truth.mean().item(),
+        **({} if source in ("random", "made") else {"rows_made": rows_module.read(rows_module.find(source))[1]}),
         "worst_row_error": row_error,
         "results": entries,
         "provenance": provenance(device),
@@ -234,7 +247,7 @@ def _measure(
             return result.detach()
 
     value = run()
-    error = abs(value.double().item() - truth.item()) / max(abs(truth.item()), 1e-30)
+    error = abs(value.double().item() - truth.item()) / max(abs(truth.item()), 1e-12)
     return {"seconds": clock.seconds(run), "error": error, "peak_bytes": clock.peak(run)}
 
 

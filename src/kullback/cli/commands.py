@@ -25,6 +25,7 @@ from kullback.backends.c.compile import compiler
 from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
+from kullback.cli import rows as rows_module
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
@@ -124,10 +125,23 @@ def check() -> None:
 
 @app.command()
 def bench(
-    shape: Annotated[str, typer.Option(help="Rows x vocabulary.")] = "16384x16384",
+    shape: Annotated[
+        str, typer.Option(help="Rows x vocabulary: 16384x16384, or of a model's rows 4096 (512 on a CPU) x its own.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help=", ".join(bench_module.DTYPES) + ".")] = "float32",
-    form: Form = "probs",
+    form: Annotated[str, typer.Option(help=f"What the tensors hold: {', '.join(FORMS)}; by default probs.")] = "",
     kind: Kind = "kl",
+    source: Annotated[
+        str,
+        typer.Option(
+            "--rows",
+            help="random; real, those that `make real` wrote; a file of such; or made, like them, at any vocabulary. "
+            "All but the first are logits, of several students, and random ones follow.",
+        ),
+    ] = "random",
+    student: Annotated[
+        list[str] | None, typer.Option(help="One of a model's rows, several times for more; by default all.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the best there is.")] = "",
     repeats: Annotated[int | None, typer.Option(min=1, help="Timed runs of each; the median counts.")] = None,
     noise: Annotated[
@@ -142,7 +156,7 @@ def bench(
     The default is KernelBench level 1, problem 98. Each result is checked against float64, in total and
     row by row. With too little memory fewer rows are taken, and that is said.
     """
-    rows, vocab = _parse_shape(shape)
+    form = form or ("probs" if source == "random" else "logits")
     _one_of("--dtype", dtype, bench_module.DTYPES)
     _one_of("--form", form, FORMS)
     _one_of("--kind", kind, DIVERGENCES)
@@ -150,6 +164,13 @@ def bench(
     _one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
+    students, model_vocab = _students(source, student, form)
+    default = f"{4096 if device == 'cuda' else 512}x{model_vocab}" if students else "16384x16384"
+    rows, vocab = _parse_shape(shape or default)
+    if source not in ("random", "made") and vocab != model_vocab:
+        raise typer.BadParameter(
+            f"rows of {source} have {model_vocab} tokens, not {vocab}; --rows made has any number", param_hint="--shape"
+        )
     if noise != 1 and form != "logits":
         raise typer.BadParameter(f"it is for logits; got form {form!r}", param_hint="--noise")
     if not math.isfinite(noise):
@@ -160,17 +181,48 @@ def bench(
         raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("it needs matplotlib: pip install 'kullback[plot]'", param_hint="--plot")
+    if plot is not None and students:
+        raise typer.BadParameter("it draws one case: random rows", param_hint="--plot")
     repeats = repeats or (20 if device == "cuda" else 3)
-    with _progress(10) as progress:
-        result = bench_module.bench(rows, vocab, dtype, form, kind, device, repeats, progress, noise=noise)
-    _show(result)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+    cases = [*((source, name) for name in students), ("random", "")]
+    results = []
+    for origin, name in cases:
+        torch._dynamo.reset()
+        with _progress(12 if form == "logits" else 10) as progress:
+            result = bench_module.bench(
+                *(rows, vocab, dtype, form, kind, device, repeats, progress),
+                noise=noise,
+                source=origin,
+                student=name,
+            )
+        results.append(result)
+        _show(result)
+        if json_path is not None:
+            json_path.write_text(json.dumps(results if students else result, indent=2) + "\n")
     if plot is not None:
-        bench_module.plot(result, plot)
-    if result["worst_row_error"] > ROW_BUDGET[dtype]:
-        console.print(f"[red]a row is off by {result['worst_row_error']:.1e}[/]")
+        bench_module.plot(results[0], plot)
+    worst = max(result["worst_row_error"] for result in results)
+    if worst > ROW_BUDGET[dtype]:
+        console.print(f"[red]a row is off by {worst:.1e}[/]")
         raise typer.Exit(1)
+
+
+def _students(source: str, asked: list[str] | None, form: str) -> tuple[list[str], int]:
+    """Whose rows are timed, and the vocabulary to be taken unless another is asked for."""
+    if source == "random":
+        if asked:
+            raise typer.BadParameter("random rows have no student but --noise", param_hint="--student")
+        return [], 0
+    if form != "logits":
+        raise typer.BadParameter(f"a model's rows are logits; got form {form!r}", param_hint="--rows")
+    try:
+        known = list(rows_module.SPREAD) if source == "made" else rows_module.students(source)
+        vocab = rows_module.RANKS[-1] if source == "made" else rows_module.vocabulary(source)
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error), param_hint="--rows") from error
+    for name in asked or ():
+        _one_of("--student", name, known)
+    return asked or known, vocab
 
 
 PLOTS = (".png", ".pdf", ".svg")
@@ -206,8 +258,9 @@ def _parse_shape(shape: str) -> tuple[int, int]:
 
 def _show(result: dict[str, Any]) -> None:
     case, origin = result["case"], result["provenance"]
+    whose = f"{case['student']} of {case['source']} rows, " if "student" in case else ""
     console.print(
-        f"{case['kind']} from {case['form']}, {case['rows']} x {case['vocab']} {case['dtype']}, "
+        f"{case['kind']} from {case['form']}, {whose}{case['rows']} x {case['vocab']} {case['dtype']}, "
         f"{origin['device']}, torch {origin['torch']}",
         highlight=False,
     )
