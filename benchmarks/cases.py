@@ -30,4 +30,12 @@ LOGITS = [
     (8192, 128256, "bfloat16", "jensen_shannon", True, 1.0),
 ]
 
+# A language model's rows: how many, of what dtype; made ones at a larger vocabulary, of some students; on whose rows
+# rivals run
+REAL_KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation", "hellinger")
+REAL_GPU, REAL_CPU = (16384, "bfloat16"), (512, "float32")
+MADE_GPU, MADE_CPU = (8192, 128256, "bfloat16"), None
+MADE_STUDENTS = ("bits3", "pruned", "bits5", "noise5", "noise1", "identical")
+REAL_RIVALS = ("pruned", "bits5")
+
 SMALL = [(32, 10), (128, 1000), (1024, 1000)]

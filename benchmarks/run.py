@@ -1,6 +1,9 @@
 """Run the reported cases on this machine and write the results as JSON.
 
     python benchmarks/run.py --out benchmarks/results/h200 [--only host] [--backend torch]
+    python benchmarks/run.py --out benchmarks/results/h200 --only real [--kinds kl] [--students bits5] [--rivals]
+
+The last runs on rows of a language model, which `make real` writes, and needs safetensors.
 
 On a CPU the allocator decides much of the time: run it as it is, and once more with memory retained
 (MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=68719476736 in the environment).
@@ -18,13 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import cases
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import kullback
 from kullback.cli import bench
+from kullback.cli import rows as model_rows
+from kullback.divergences import DIVERGENCES
+
+console = Console(width=160)
 
 
 class Nothing(torch.autograd.Function):
@@ -116,10 +126,74 @@ def first_use(form: str) -> dict[str, float]:
     return {"cold": statistics.median(cold), "warm": statistics.median(warm)}
 
 
+def tell(result: dict) -> None:
+    """A line of figures."""
+    case = result["case"]
+    whose = f"{case['student']} of {case['source']} rows" if "student" in case else f"noise {case['noise']}"
+    times = {
+        f"{e['name']} {e['task']}": (round(e["seconds"] * 1e3, 3), round(e["of_ceiling"], 3))
+        for e in result["results"]
+        if "seconds" in e
+    }
+    ours = result["results"][0]
+    print(
+        case["kind"], case["form"], case["dtype"], f"{case['rows']}x{case['vocab']}", whose,
+        f"read {result['read_seconds'] * 1e3:.3f} ms", f"of ceiling {ours['of_ceiling']:.3f}", times,
+        f"error {ours['error']:.0e}", f"row {result['worst_row_error']:.0e}", flush=True,
+    )  # fmt: skip
+
+
+def table(results: list[dict]) -> Table:
+    """Milliseconds with a student's gradient, and the share of the three passes' floor in it."""
+    kinds = list(dict.fromkeys(r["case"]["kind"] for r in results))
+    shown = Table("with gradient, ms (share of three passes)", "", *kinds)
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for r in results:
+        whose = f"{r['case']['student']}, {r['case']['rows']} x {r['case']['vocab']}"
+        for e in r["results"]:
+            if e["task"] == "forward + gradient":
+                told = f"{e['seconds'] * 1e3:.4g} ({e['of_ceiling']:.2f})" if "seconds" in e else "failed"
+                cells.setdefault((whose, e["name"]), {})[r["case"]["kind"]] = told
+    for (whose, name), row in cells.items():
+        shown.add_row(whose, name, *(row.get(kind, "") for kind in kinds))
+    return shown
+
+
+def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
+    """Each student and kind on rows of the file, then on made ones; the report so far, as it grows."""
+    rows, dtype = cases.REAL_GPU if device == "cuda" else cases.REAL_CPU
+    made = cases.MADE_GPU if device == "cuda" else cases.MADE_CPU
+    vocab = model_rows.vocabulary(arguments.rows)
+    students = arguments.students or model_rows.students(arguments.rows)
+    listed = [(arguments.rows, name, rows, vocab, dtype, name in arguments.rivals) for name in students]
+    if made:
+        listed += [("made", name, *made, False) for name in cases.MADE_STUDENTS if name in students]
+    report = {"rows": model_rows.read(model_rows.find(arguments.rows))[1], "results": []}
+    repeats = 20 if device == "cuda" else 7
+    for source, name, rows, vocab, dtype, rivals in listed:
+        for kind in arguments.kinds:
+            torch._dynamo.reset()
+            result = bench.bench(
+                *(rows, vocab, dtype, "logits", kind, device, repeats, lambda what: None),
+                rivals=rivals,
+                source=source,
+                student=name,
+            )
+            result.pop("rows_made", None)  # once is enough
+            report["results"].append(result)
+            yield report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--only", choices=["host", "cases", "logits"], help="one part")
+    parser.add_argument("--only", choices=["host", "cases", "logits", "real"], help="one part")
+    parser.add_argument("--kinds", nargs="+", choices=DIVERGENCES, default=cases.REAL_KINDS, help="with --only real")
+    parser.add_argument("--students", nargs="+", help="with --only real; by default all")
+    parser.add_argument(
+        "--rivals", nargs="*", default=cases.REAL_RIVALS, help="with --only real: on which students' rows"
+    )
+    parser.add_argument("--rows", default="real", help="with --only real: another file")
     parser.add_argument("--backend", choices=["cuda", "c", "torch"], help="force one")
     parser.add_argument("--tag", default="", help="appended to the file names")
     arguments = parser.parse_args()
@@ -131,6 +205,12 @@ def main() -> None:
         (arguments.out / f"{name}{arguments.tag}.json").write_text(json.dumps(data, indent=1) + "\n")
 
     with forced:
+        if arguments.only == "real":
+            for report in real(arguments, device):
+                save("real", report)
+                tell(report["results"][-1])
+            console.print(table(report["results"]))
+            return
         if arguments.only not in ("cases", "logits"):
             first = {form: first_use(form) for form in ("probs", "logits")}
             result = {"host": host(device), "first_use": first, "provenance": bench.provenance(device)}
@@ -155,17 +235,7 @@ def main() -> None:
             result = bench.bench(rows, vocab, dtype, form, kind, device, repeats, lambda what: None, rivals, noise)
             results.append(result)
             save("logits" if arguments.only == "logits" else "cases", results)
-            times = {
-                f"{e['name']} {e['task']}": (round(e["seconds"] * 1e3, 3), round(e["of_ceiling"], 3))
-                for e in result["results"]
-                if "seconds" in e
-            }
-            ours = result["results"][0]
-            print(
-                kind, form, dtype, f"{rows}x{vocab}", f"noise {noise}", f"read {result['read_seconds'] * 1e3:.3f} ms",
-                f"of ceiling {ours['of_ceiling']:.3f}", times, f"error {ours['error']:.0e}",
-                f"row {result['worst_row_error']:.0e}", flush=True,
-            )  # fmt: skip
+            tell(result)
 
 
 if __name__ == "__main__":
