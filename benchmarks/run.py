@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kullback
-from kullback.cli import bench
+from kullback.cli import bench, reference
 from kullback.cli import rows as model_rows
 from kullback.divergences import DIVERGENCES
 
@@ -159,6 +159,33 @@ def table(results: list[dict]) -> Table:
     return shown
 
 
+def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds: int = 15) -> list[dict]:
+    """Milliseconds on a CPU, which others may share: all rivals in turn, so that its slow times fall on all alike."""
+    x, y = model_rows.load(source, student, rows, bench.DTYPES[dtype], "cpu")
+    truth = reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults).mean().item()
+    leaf = x.clone().requires_grad_()
+    calls, results = {}, []
+    for name, loss in bench.contestants(kind, "logits"):
+
+        def step(loss=loss) -> torch.Tensor:
+            leaf.grad = None
+            value = loss(leaf, y)
+            value.backward()
+            return value
+
+        for task, call in (("forward", lambda loss=loss: loss(x, y)), ("forward + gradient", step)):
+            error = abs(float(call()) - truth) / max(truth, 1e-12)
+            calls[name, task] = call, error, []
+    for _, (call, _, times) in itertools.product(range(rounds), calls.values()):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    for (name, task), (_, error, times) in calls.items():
+        found = {"median": statistics.median(times), "fastest": min(times), "error": error}
+        results.append({"name": name, "task": task, "milliseconds": found})
+    return results
+
+
 def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
     """Each student and kind on rows of the file, then on made ones; the report so far, as it grows."""
     rows, dtype = cases.REAL_GPU if device == "cuda" else cases.REAL_CPU
@@ -180,6 +207,10 @@ def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
                 student=name,
             )
             result.pop("rows_made", None)  # once is enough
+            if device == "cpu" and rivals:
+                result["in_turn"] = in_turn(source, name, rows, dtype, kind)
+                for e in result["in_turn"]:
+                    print(kind, name, "in turn,", e["name"], e["task"], e["milliseconds"], flush=True)
             report["results"].append(result)
             yield report
 
