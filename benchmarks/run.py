@@ -171,7 +171,7 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
             leaf.grad = None
             value = loss(leaf, y)
             value.backward()
-            return value
+            return value.detach()
 
         for task, call in (("forward", lambda loss=loss: loss(x, y)), ("forward + gradient", step)):
             error = abs(float(call()) - truth) / max(truth, 1e-12)
