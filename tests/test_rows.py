@@ -119,6 +119,13 @@ def test_made_students_are_as_far_as_real_ones(student):
     assert kl.median().item() == pytest.approx(MEDIANS[student], rel=0.3)
 
 
+def test_made_noise_is_larger_in_the_tail():
+    x, y = rows.made("bits4", 64, 5000, torch.float32, "cpu")
+    noise = (x - y).gather(-1, y.argsort(-1, descending=True))
+    first, beyond = noise[:, :64].std().item(), noise[:, 64:].std().item()
+    assert beyond / first == pytest.approx(1.25, abs=0.07)  # six standard errors of 4096 draws
+
+
 def test_made_rows_are_seeded_and_identical_ones_equal():
     first, second = (rows.made("noise5", 3, 1000, torch.bfloat16, "cpu") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
