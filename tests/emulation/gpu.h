@@ -182,6 +182,14 @@ static inline bool __all_sync(unsigned, bool x)
         x = x & __shfl_xor_sync(0, x, step);
     return x;
 }
+static inline unsigned __ballot_sync(unsigned, bool x)
+{
+    unsigned bits = (unsigned)x << gpu::current % 32;
+    for (int step = 16; step; step /= 2)
+        bits |= __shfl_xor_sync(0, bits, step);
+    return bits;
+}
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static void __assertfail(const char *message, const char *, unsigned, const char *, size_t) { fputs(message, stderr); abort(); }
 using std::max;
 using std::min;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -69,7 +70,7 @@ def print_slopes(kind: str) -> str:
 
     Slopes are what is left of them when the row's `fast_coefficients` are taken out; the coupling is between what is
     left. Macros say whether there are slopes and a coupling, whether logarithms of a mass's part of a mixture are in
-    the derivatives, and whether slope_q is one.
+    the derivatives, and whether slope_q is one. `near_parts` are the same where logarithms of near masses lose nothing.
     """
     element, slopes = lowered(kind, "logits", "logits"), slopes_of(kind)
     partials = Program({name: element[name] for name in ("d_log_p", "d_log_q")})
@@ -84,16 +85,19 @@ def print_slopes(kind: str) -> str:
     names = _names(kind)
     common = Program({name: value for name, value in slopes._asdict().items() if not name.startswith("rest_")})
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": slopes.rest_p, "slope_q": slopes.rest_q})
+    of_parts = f"""\
+INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
+{{
+{_print_result("Parts", parts, names, "fast_")}}}
+"""
+    near = re.sub(r"fast_(parts|logit_log2_fraction|log_mix|log)\b", r"near_\1", of_parts)
     return f"""\
 {print_macros(macros)}typedef struct {{ real {", ".join(common.outputs)}; }} Coefficients;
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Coefficients fast_coefficients(Row row, Parameters parameters)
 {{
 {_print_result("Coefficients", common, names, "fast_")}}}
-INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
-{{
-{_print_result("Parts", parts, names, "fast_")}}}
-"""
+{of_parts}{near}"""
 
 
 def print_layout(has_tilted_lse: bool = False) -> str:

@@ -56,5 +56,6 @@ typedef struct { real factor_p, offset_p, factor_q, offset_q, coupling; } Coeffi
 typedef struct { real p, q, slope_p, slope_q; } Parts;
 INLINE Coefficients fast_coefficients(Row row, Parameters parameters) { return {}; }
 INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters) { return {}; }
+INLINE Parts near_parts(real x, real y, Row row, Parameters parameters) { return {}; }
 
 }

@@ -11,6 +11,8 @@ INLINE float shfl_xor(float x, int step) { return __shfl_xor_sync(0xffffffffu, x
 INLINE double shfl_xor(double x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 INLINE int shfl_xor(int x, int step) { return __shfl_xor_sync(0xffffffffu, x, step); }
 INLINE float shfl(float x, unsigned lane) { return __shfl_sync(0xffffffffu, x, (int)lane); }
+INLINE int shfl(int x, unsigned lane) { return __shfl_sync(0xffffffffu, x, (int)lane); }
+INLINE unsigned ballot(bool condition) { return __ballot_sync(0xffffffffu, condition); }
 
 /* What is the same in all threads of a warp, said so that the compiler knows */
 INLINE bool warp_all(bool condition) { return __all_sync(0xffffffffu, condition); }

@@ -120,7 +120,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
     )
-    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
+    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
         rows,
         *Operands(

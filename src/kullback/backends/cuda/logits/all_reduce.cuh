@@ -103,6 +103,11 @@ struct SlopeSums {
     float p = 0, q = 0;
 };
 
+/* Σ term of the tokens that have little mass, and of those that have much */
+struct TermSums {
+    float light = 0, heavy = 0;
+};
+
 INLINE Sums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, Sums sums)
 {
     float values[] = { sums.term, sums.d_log_p, sums.d_log_q, sums.q_minus_p };
@@ -113,6 +118,21 @@ INLINE Sums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &
 INLINE SlopeSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums sums)
 {
     float values[] = { sums.p, sums.q };
+    row_all_reduce<float>(a, pipeline, group, values, Add());
+    return { values[0], values[1] };
+}
+
+INLINE void all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums &sums, TermSums &terms)
+{
+    float values[] = { sums.p, sums.q, terms.light, terms.heavy };
+    row_all_reduce<float>(a, pipeline, group, values, Add());
+    sums = { values[0], values[1] };
+    terms = { values[2], values[3] };
+}
+
+INLINE TermSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, TermSums sums)
+{
+    float values[] = { sums.light, sums.heavy };
     row_all_reduce<float>(a, pipeline, group, values, Add());
     return { values[0], values[1] };
 }

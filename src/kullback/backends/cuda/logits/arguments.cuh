@@ -17,7 +17,7 @@ struct Operands {
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
     LOSS *loss;               /* [rows], or 0 */
     LOSS *total;              /* or 0 */
-    double *partial;          /* [clusters] */
+    double *partial;          /* [blocks] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */
     long long x_stride, y_stride, d_input_stride, d_target_stride;

@@ -36,6 +36,7 @@
 #endif
 #define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_16_BIT)       /* 16-bit gradients do not show it */
+#define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_16_BIT) /* whether few tokens may have the exact formula */
 
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)

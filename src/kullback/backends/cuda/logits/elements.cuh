@@ -1,9 +1,17 @@
 /* What an element has to know of its row, and sums over elements, in each mode (state.py). */
 #pragma once
 
+#include "cuda/logits/deferred.cuh"
 #include "cuda/logits/row_stats.cuh"
 
 namespace kullback {
+
+/* Of a row whose sum is below this, distributions count as close: 6e-8, which an element's term may be wrong by, would be more
+   than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
+#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : IS_16_BIT && IS_SMOOTH && !SUMS_FROM_MOMENTS ? 0.0125f : 0.02f)
+
+/* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula (elements.cuh). */
+#define MIN_NEAR_SUM (HAS_TILTED_LSE ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : IS_SMOOTH ? 1e-3f : 5e-3f)
 
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS_EXPONENT -1e4f
@@ -26,6 +34,17 @@ INLINE float log2_z(float max, float sum_exp, float inv_temperature)
 INLINE float mass_sum(float max, float sum_exp, float inv_temperature)
 {
     return sum_exp * ex2(mul_rn(max, base_2(inv_temperature)) - log2_z(max, sum_exp, inv_temperature));
+}
+
+/* The same difference as it is between the exponents that 16-bit masses are found with, rounded as they are: with it a mass is
+   the other times e^ratio, and what both are off by enters sums that are centred squared. In units of the ratio, whose factor is
+   not that of the exponents to the last bit. */
+INLINE double log_z_diff_of_exponents(const Arguments &a, float x_log2_z, float y_log2_z)
+{
+    const float inv_temperature = a.input_inv_temperature;
+    const float excess = fmaf(-base_2(inv_temperature), LN2, inv_temperature) * in_range_ratio_or_zero(1, inv_temperature);
+    const double difference = ((double)y_log2_z - (double)x_log2_z) * 0.6931471805599453;
+    return difference + difference * (double)excess;
 }
 
 /* log-sum-exp of y less that of x: as it is given; else as floats found it, and what is known to be wrong with that */
@@ -61,7 +80,9 @@ template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats 
     row.target_inv_sum_exp = 1 / (MODE == SAFE ? stats.y_sum_exp * ex2((float)y_error) : stats.y_sum_exp);
     row.input_log_sum_exp = logf(stats.x_sum_exp) + (float)x_error * LN2;
     row.target_log_sum_exp = logf(stats.y_sum_exp) + (float)y_error * LN2;
-    const double log_z_diff = log_z_diff_of(a, stats);
+    const double log_z_diff = is_exponent && !HAS_NORMALISERS
+        ? log_z_diff_of_exponents(a, row.input_max, row.target_max)
+        : log_z_diff_of(a, stats);
     row.log_z_diff_high = (float)log_z_diff;
     row.log_z_diff_low = (float)(log_z_diff - (double)row.log_z_diff_high);
     row.tilted_lse = stats.tilted_lse;
@@ -113,6 +134,30 @@ template <int MODE> INLINE Element element(const Arguments &a, float x, float y,
 #endif
     return safe_element(x, y, row, a.parameters);
 }
+
+#if HAS_FAST
+/* Tokens of much mass decide a row's error: a rounding of a mass is nothing beside another's term. Of the others the fast
+   formula is as good. More than 2^HEAVY_EXPONENT is much, and more of rows that are nearer. */
+#define HEAVY_EXPONENT -11.0f
+#define HEAVY_EXPONENT_NEARER -13.0f
+
+/* The least of such logits; log2_z: of the fast mode's row */
+INLINE float heavy_logit(float log2_z, float inv_temperature, float exponent) { return (log2_z + exponent) / base_2(inv_temperature); }
+
+/* A heavy token's: its ratio is to be that of the others, and so are its masses, which sum to what theirs do. */
+INLINE Row heavy_row(const Arguments &a, const RowStats &stats, const Row &fast)
+{
+    const auto factor = [](float max, float inv_temperature, float log2_z) {
+        return ex2(mul_rn(max, base_2(inv_temperature)) - log2_z);
+    };
+    Row row = fast;
+    row.input_max = stats.x_max;
+    row.target_max = stats.y_max;
+    row.input_inv_sum_exp = factor(stats.x_max, a.input_inv_temperature, fast.input_max);
+    row.target_inv_sum_exp = factor(stats.y_max, a.target_inv_temperature, fast.target_max);
+    return row;
+}
+#endif
 
 template <int MODE> INLINE void add(Sums &sums, const Element &e)
 {

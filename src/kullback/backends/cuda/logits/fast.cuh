@@ -96,9 +96,11 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), LEAST_MEAN_SLOPE);
 }
 
-/* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. */
-template <bool FINITE>
-INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted)
+/* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. REFINES: the sum of
+   terms is found apart, with the stable formula for heavy tokens. */
+template <bool FINITE, bool REFINES>
+INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted,
+                          float heavy_exponent = HEAVY_EXPONENT)
 {
     const Arguments &a = slice.a;
     SlopeSums by_slope;
@@ -106,30 +108,63 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     /* From a product what is predicted is taken in the same instruction, and sums are of what is left. From a logarithm it is
        not, and not in sums: exchanging p and q is to exchange them, to the bit. */
     const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameters).coupling;
+    TermSums terms;
+    const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, heavy_exponent) : 0;
+    const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, heavy_exponent) : 0;
+    /* What masses are off by, all of a side alike, enters a kind's sum by its partial derivative. */
+    const float p_excess = REFINES ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) - 1 : 0;
+    const float q_excess = REFINES ? mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) - 1 : 0;
     const auto add = [&](float x, float y) {
-        Parts parts = FINITE ? fast_parts(x, y, row, a.parameters)
-                             : fast_parts(floor_logit(x, row.input_max, a.input_inv_temperature),
+        Parts parts = REFINES ? near_parts(x, y, row, a.parameters)
+                    : FINITE  ? fast_parts(x, y, row, a.parameters)
+                              : fast_parts(floor_logit(x, row.input_max, a.input_inv_temperature),
                                           floor_logit(y, row.target_max, a.target_inv_temperature), row, a.parameters);
         parts.slope_q -= less;
         by_slope.p += parts.p * (HAS_COUPLING ? fmaf(coupling, parts.slope_q, parts.slope_p) : parts.slope_p);
         by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
-    each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
-        float masses[WIDTH], slopes[WIDTH];
+    const auto take = [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
+        float masses[WIDTH], slopes[WIDTH], part = 0;
+        bool is_light = true;
+        const Coefficients factors = fast_coefficients(row, a.parameters);
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            const float q = input_of(a, at(x, k));
-            const Parts parts = add(q, target_of(a, at(y, k)));
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
+            const Parts parts = add(q, p);
             masses[k] = INPUT_IS_CAPPED ? parts.q * softcap_grad(q, a.input_softcap) : parts.q;
             slopes[k] = parts.slope_q - (predicted - less);
+            if (REFINES) {
+                const float slope_q = parts.slope_q + less;
+                const float slope_p = HAS_COUPLING ? fmaf(coupling, slope_q, parts.slope_p) : parts.slope_p;
+                const float of_q = parts.q * fmaf(factors.factor_q, slope_q, factors.offset_q);
+                const float of_p = parts.p * fmaf(factors.factor_p, slope_p, factors.offset_p);
+                part += IS_SMOOTH ? of_p + of_q : of_p * (1 - p_excess) + of_q * (1 - q_excess);
+                is_light &= q < heavy_x && p < heavy_y;
+            }
         }
+        if (REFINES && is_light)
+            terms.light += part;
 #if CACHES_SLOPES
         cache_slopes(address, masses, slopes);
 #endif
-    });
-    each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
-    by_slope = all_reduced(a, pipeline, group, by_slope);
+        return is_light;
+    };
+    if (REFINES) {
+        each_deferring<false, !CACHES_SLOPES>(slice, pipeline, group, take, [&](float x, float y, int i, const Row &heavy_row) {
+            const float q = input_of(a, x), p = target_of(a, y);
+            const Element e = stable_element(q, p, heavy_row, a.parameters);
+            terms.heavy += IS_SMOOTH ? e.term : e.term - p_excess * e.d_log_p - q_excess * e.d_log_q;
+            if (i < slice.head || i >= slice.head + slice.body)
+                add(q, p);
+        }, [&] { return heavy_row(a, stats, row); });
+        all_reduce(a, pipeline, group, by_slope, terms);
+    } else {
+        each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
+                                                                     int address) { take(x, y, before, address); });
+        each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
+        by_slope = all_reduced(a, pipeline, group, by_slope);
+    }
     if (IS_16_BIT) { /* of masses as they were there */
         const RowStats again = opaque(stats);
         by_slope.p = in_range_ratio_or_zero(by_slope.p, mass_sum(again.y_max, again.y_sum_exp, a.target_inv_temperature));
@@ -140,6 +175,8 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     sums.d_log_p = common.factor_p * (by_slope.p + (HAS_COUPLING ? common.coupling * less : 0)) + common.offset_p;
     sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
+    if (REFINES)
+        sums.term = IS_SMOOTH ? (terms.light + terms.heavy) / (1 + 0.5f * (p_excess + q_excess)) : terms.light + terms.heavy;
     return sums;
 }
 #endif

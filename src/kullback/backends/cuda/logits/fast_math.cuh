@@ -62,10 +62,15 @@ INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv
 
 /* p^a q^(1-a) / exp(log_total) */
 INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
-                                   real x_inv_sum_exp, real, real a, real log_total)
+                                   real x_inv_sum_exp, real ratio, real a, real log_total)
 {
-    const real y_less = IS_16_BIT ? y_max : mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
-    const real x_less = IS_16_BIT ? x_max : mul_rn(x_max, base_2(x_scale)) - log2f(x_inv_sum_exp);
+    if (IS_16_BIT) { /* from the larger mass: the other power is small, and so are its roundings */
+        const bool is_less = ratio < 0;
+        const real mass = ex2(is_less ? fmaf(x, base_2(x_scale), -x_max) : fmaf(y, base_2(y_scale), -y_max));
+        return mass * ex2(fmaf(is_less ? a : a - 1, ratio, -log_total) * 1.44269504f);
+    }
+    const real y_less = mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
+    const real x_less = mul_rn(x_max, base_2(x_scale)) - log2f(x_inv_sum_exp);
     const real y_exponent = fmaf(y, base_2(y_scale), -y_less);
     const real x_exponent = finite_ratio(fmaf(x, base_2(x_scale), -x_less));
     return ex2(fmaf(a, y_exponent, fmaf(1 - a, x_exponent, -1.44269504f * log_total)));
@@ -92,6 +97,9 @@ INLINE real fast_logit_log2_fraction(real x, real row_max, real inv_temperature,
     return fmaf(fmaf(x, base_2(inv_temperature), -row_max), ONE_LESS, -lg2(whole));
 }
 
+/* From the ratio of the two masses: 0 where they are equal */
+INLINE real near_logit_log2_fraction(real, real, real, real, real, real value) { return fmaxf(value, -1e38f) * 1.44269504f; }
+
 INLINE real fast_logit_log_fraction(real x, real row_max, real inv_temperature, real inv_sum_exp, real whole, real value)
 {
     return IS_16_BIT ? fast_logit_log2_fraction(x, row_max, inv_temperature, inv_sum_exp, whole, value) * LN2 : value;
@@ -109,6 +117,14 @@ INLINE real fast_log_mix(real ratio, real a, real b)
 {
     const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b;
     return in_range_log(larger + smaller * fast_exp(-safe_abs(ratio)));
+}
+
+/* 0 of 1 */
+INLINE real near_log(real x) { return lg2(x > SMALLEST_NORMAL ? x : SMALLEST_NORMAL) * LN2; }
+INLINE real near_log_mix(real ratio, real a, real b)
+{
+    const real larger = ratio < 0 ? b : a, smaller = ratio < 0 ? a : b;
+    return lg2(larger + smaller * fast_exp(-safe_abs(ratio))) * LN2;
 }
 
 /* 1 for x > 0, 0 for x < 0, where x is no smaller than masses that show */

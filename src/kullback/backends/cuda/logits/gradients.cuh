@@ -16,8 +16,9 @@ struct GradOut {
     }
 };
 
+/* Writes an element's gradients, and returns its term. */
 template <int MODE>
-INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, X &input, Y &target)
+INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, X &input, Y &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
     if (MODE == FAST) {
@@ -27,6 +28,7 @@ INLINE void differentiate(const Arguments &a, float x, float y, const Row &row, 
     const Element e = element<MODE>(a, q, p, row);
     input = rounded<X>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
     target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
+    return e.term;
 }
 
 INLINE void write_element(const Slice &slice, X input, Y target, int i)
@@ -100,5 +102,46 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
         each_edge(slice, group, [&](int i) { one(to_real(slice.x()[i]), to_real(slice.y()[i]), i, at_edge); });
     }
 }
+
+#if SUMS_FROM_MOMENTS
+/* This thread's part of the sum of terms of a row that is near: what its moments say of it is good for gradients, which may be
+   written on the way, and too little for the loss. */
+template <bool WRITES, bool LAST>
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
+                       GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    const Row row = row_constants<FAST>(a, stats, sums);
+    /* Where the target's mass is little and the input's is not, nothing cancels. */
+    const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
+    const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
+    const GradientVectors vectors(slice);
+    TermSums term;
+    each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<X> input;
+        Packed<Y> target;
+        float part = 0;
+        bool is_light = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            part += differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+            is_light &= target_of(a, at(y, k)) < heavy;
+        }
+        if (is_light)
+            term.light += part;
+        if (is_light && WRITES)
+            vectors.write(input, target, before);
+        return is_light;
+    }, [&](float x, float y, int i, const Row &heavy_row) {
+        X input;
+        Y target;
+        term.heavy += differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+        if (WRITES)
+            write_element(slice, input, target, i);
+    }, [&] { return heavy_row(a, stats, row); });
+    const float norm = in_range_ratio_or_zero(1, mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature));
+    return { term.light * norm, term.heavy * norm };
+}
+#endif
 
 }

@@ -100,28 +100,29 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 }
 #endif
 
-/* The last cluster to arrive adds the clusters' sums in order, and resets the ticket for the next launch. */
+/* The last block to arrive adds the blocks' sums in order, and resets the ticket for the next launch. */
 INLINE void reduce_grid(const Arguments &a, const RowGroup &group)
 {
-    if (cta_rank() != 0 || threadIdx.x >= 32)
+    if (threadIdx.x >= 32)
         return;
-    const unsigned clusters = gridDim.x / group.cluster, cluster = blockIdx.x / group.cluster;
     unsigned before = 0;
     if (threadIdx.x == 0) {
         double sum = 0;
         for (int g = 0; g < GROUPS; g++)
             sum += group_losses[g];
-        a.partial[cluster] = sum;
+        for (int w = 0; w < GROUPS * WARPS; w++)
+            sum += near_losses[w];
+        a.partial[blockIdx.x] = sum;
         __threadfence();
         before = atomicAdd(a.ticket, 1u);
     }
     before = __shfl_sync(0xffffffffu, before, 0);
-    if (before != clusters - 1)
+    if (before != gridDim.x - 1)
         return;
     __threadfence();
     double sum = 0;
-    for (unsigned c = threadIdx.x; c < clusters; c += 32)
-        sum += __ldcg(a.partial + c);
+    for (unsigned b = threadIdx.x; b < gridDim.x; b += 32)
+        sum += __ldcg(a.partial + b);
     sum = warp_sum(sum);
     if (threadIdx.x == 0) {
         *a.total = rounded<LOSS>((real)(sum * a.scale));
@@ -139,6 +140,8 @@ INLINE void run(Arguments a)
     Pipeline pipeline = {};
     if (threadIdx.x < GROUPS)
         group_losses[threadIdx.x] = 0;
+    if (threadIdx.x < GROUPS * WARPS)
+        near_losses[threadIdx.x] = 0;
 #if RESIDENT
     group.cluster = cluster_nctarank();
     pipeline.stages = a.stages;

@@ -9,20 +9,18 @@
 
 namespace kullback {
 
-/* Of a row whose sum is below this, distributions count as close: 6e-8, which an element's term may be wrong by, would be more
-   than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
-#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
-
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
 #define MIN_CHERNOFF 1e-25f
 
 SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
+SHARED_ARRAY(double, near_losses, GROUPS *WARPS); /* of rows that are near, what each warp has seen */
 
 /* What is found of a row before its gradients are written */
 struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
+    bool is_near = false; /* whether sums are those of moments, and the term is to be found yet */
     float predicted = 0; /* slope, less which slopes are cached */
 };
 
@@ -31,10 +29,11 @@ INLINE bool is_finite(const Sums &sums)
     return fabsf(sums.term) < MAX_SUM && fabsf(sums.d_log_p) < MAX_SUM && fabsf(sums.d_log_q) < MAX_SUM;
 }
 
-INLINE bool is_well_conditioned(const Sums &sums) /* what is left of 1 - Σ p^a q^(1-a) is in both partial derivatives */
+/* What is left of 1 - Σ p^a q^(1-a) is in both partial derivatives. */
+INLINE bool is_well_conditioned(const Sums &sums, float least = MIN_FAST_SUM)
 {
-    const float least = HAS_CHERNOFF ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
-    return warp_all(least > MIN_FAST_SUM && is_finite(sums));
+    const float found = HAS_CHERNOFF ? fminf(fabsf(sums.d_log_p), fabsf(sums.d_log_q)) : fabsf(sums.term);
+    return warp_all(found > least && is_finite(sums));
 }
 
 template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
@@ -157,6 +156,10 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     if (is_well_conditioned(found.sums))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
+    else if (REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM)) {
+        found.mode = FAST;
+        found.is_near = true;
+    }
 #if HAS_TILTED_LSE
     const float lse = logf(moments[CHERNOFF] / stats.x_sum_exp * norm);
     if (warp_all(fabsf(lse) < FAR_TILTED_LSE))
@@ -175,19 +178,34 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const Arguments &a = slice.a;
     /* To leading order the kind is 2·c₂ of the KL(q‖p) that the mean is; its factor says how much more it may be. */
     const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
-    const bool seems_close = FORESEES_CLOSE
-        && -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean < MIN_FAST_SUM && term_factor(a, 2) != 0;
-    if (!has_one_temperature(a) || seems_close)
+    const bool is_foreseen = FORESEES_CLOSE && term_factor(a, 2) != 0;
+    const float most = -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean;
+    /* Of a row that is near the sum is nearly that much less. */
+    if (!has_one_temperature(a) || (is_foreseen && most < (REFINES_HEAVY ? REVERSE_KL_FACTOR * MIN_NEAR_SUM : MIN_FAST_SUM)))
         return;
     if (CACHES_SLOPES && FORESEES_CLOSE)
         found.predicted = predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {}));
-    found.sums = has_finite_exponents(found.stats)
-        ? sum_by_slopes<true>(slice, pipeline, group, found.stats, found.predicted)
-        : sum_by_slopes<false>(slice, pipeline, group, found.stats, found.predicted);
-    if (is_well_conditioned(found.sums))
-        found.mode = FAST;
-    else
+    bool refines = REFINES_HEAVY && is_foreseen && most < REVERSE_KL_FACTOR * MIN_FAST_SUM && has_finite_exponents(found.stats);
+    if (!refines) {
+        found.sums = has_finite_exponents(found.stats)
+            ? sum_by_slopes<true, false>(slice, pipeline, group, found.stats, found.predicted)
+            : sum_by_slopes<false, false>(slice, pipeline, group, found.stats, found.predicted);
+        if (is_well_conditioned(found.sums)) {
+            found.mode = FAST;
+            return;
+        }
         reload_row(slice, pipeline, group);
+        refines = REFINES_HEAVY && is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM)
+            && (!FORESEES_CLOSE || has_finite_exponents(found.stats));
+    }
+    if (refines) {
+        const float exponent = is_foreseen && most < REVERSE_KL_FACTOR * MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
+        found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, found.predicted, exponent);
+        if (is_well_conditioned(found.sums, MIN_NEAR_SUM))
+            found.mode = FAST;
+        else
+            reload_row(slice, pipeline, group);
+    }
 }
 #else
 INLINE void sum_fast(const Slice &, Pipeline &, RowGroup &, Found &) {}
@@ -328,7 +346,24 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
 INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
 {
     const Slice slice = slice_of(a, r, cta_rank());
-    const Found found = sum_row(slice, pipeline, group);
+    Found found = sum_row(slice, pipeline, group);
+#if SUMS_FROM_MOMENTS && !KNOWN
+    if (found.is_near) {
+        const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
+        const GradOut grad_out(a, WANT_GRADIENT ? (float)(weight_of(a, r) * a.scale * d_loss) : 0);
+        const TermSums term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
+        if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
+            const float mine = warp_sum(term.light + term.heavy);
+            if (threadIdx.x % WARP == 0)
+                near_losses[threadIdx.x / WARP] += weight_of(a, r) * (double)mine;
+            return;
+        }
+#endif
+        const TermSums whole = all_reduced(a, pipeline, group, term);
+        found.sums.term = whole.light + whole.heavy;
+    }
+#endif
 #if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE
     if (group.thread == 0 && cta_rank() == 0) {
         if (VERB == VERB_STATISTICS)
@@ -348,6 +383,8 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
+    if (found.is_near)
+        return; /* what was to be written is, and the row is released */
     if (WANT_GRADIENT) {
         const GradOut grad_out(a, (float)(weight * a.scale * done.derivative));
         if (found.mode == FAST)

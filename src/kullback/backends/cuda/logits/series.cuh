@@ -56,57 +56,6 @@ struct Series {
     }
 };
 
-/* Calls f(x, y, index, row()) for the elements of vectors that have a bit in `far`: the vector `index(steps from the end)` has
-   the lowest bit where that is 1. */
-template <typename I, typename F, typename R>
-INLINE void each_far_vector(const Slice &slice, unsigned far, I index, F f, R row)
-{
-    if (!far)
-        return;
-    const Row found = row();
-    for (; far; far &= far - 1) {
-        const int start = slice.head + index(__ffs((int)far)) * WIDTH;
-#pragma unroll 1
-        for (int i = start; i < start + WIDTH; i++)
-            f(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found);
-    }
-}
-
-/* Calls near(x vector, y vector, bytes of x before it) for this thread's vectors, and far(x, y, index, row()) for the elements
-   of those where it was false: many vectors later, and read from memory, so that threads have such at the same time.
-   LAST: the row is not read again. */
-template <bool LAST, typename F, typename G, typename R>
-INLINE void each_close(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F near, G far, R row)
-{
-#if RESIDENT
-    unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
-    each_vector<false, LAST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        marks = 2 * marks + !near(x, y, before);
-    });
-    each_far_vector(slice, marks, [&](int steps) {
-        const int thread = opaque(group.thread), each = (pipeline.vectors - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
-        const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
-        const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
-        return slice.first + i / each * pipeline.vectors + thread + i % each * THREADS_PER_ROW;
-    }, far, row);
-#else
-#pragma unroll 1
-    for (int v = group.thread; v < slice.vectors;) {
-        unsigned marks = 0;
-#pragma unroll 1
-        for (const int end = min(slice.vectors, v + 32 * THREADS_PER_ROW); v < end; v += THREADS_PER_ROW) {
-            const int i = slice.head + v * WIDTH;
-            marks = 2 * marks + !near(load(slice.x() + i), load(slice.y() + i), v * (long long)X_BYTES);
-        }
-        each_far_vector(slice, marks, [&](int steps) { return v - steps * THREADS_PER_ROW; }, far, row);
-    }
-#endif
-    if (slice.body < (int)slice.a.vocab) {
-        const Row found = row();
-        each_edge(slice, group, [&](int i) { far(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found); });
-    }
-}
-
 /* Σ √(p·q) · r^k */
 struct PowerSums {
     float sum[SERIES_TERMS] = {};
@@ -150,7 +99,7 @@ INLINE Sums thread_sums_by_series(const Slice &slice, Pipeline &pipeline, const 
     const Arguments &a = slice.a;
     PowerSums powers;
     Sums sums;
-    each_close<false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long) {
+    each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
@@ -199,7 +148,7 @@ INLINE void write_gradients_by_series(const Slice &slice, Pipeline &pipeline, co
         return series.is_near(r);
     };
     const GradientVectors vectors(slice);
-    each_close<true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before) {
+    each_deferring<true, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<X> input;
         Packed<Y> target;
         bool all = true;
