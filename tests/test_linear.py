@@ -335,6 +335,70 @@ def test_chunks_keep_the_budget(wanted):
         assert sum(min(count, rows) * vocab * dtype.itemsize for count in counts) <= linear.CHUNK_BYTES
 
 
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("has_teacher_head", [True, False])
+def test_wide_logits_and_their_rounded_gradients_keep_the_budget(wanted, has_teacher_head):
+    want = [False, wanted[0], False, False, wanted[1], False]
+    for rows, vocab in itertools.product((1, 100, 4096, 131072), (1000, 128256, 262144)):
+        operands = shapes(rows, vocab, torch.bfloat16, has_teacher_head)
+        step, *kept = linear.plan_chunks(operands, want, widens=True)
+        assert all(count % step == 0 and count >= step for count in kept)
+        sides = 1 + has_teacher_head
+        rounded = [count for count, asked in list(zip(kept, wanted, strict=True))[:sides] if asked]
+        held = sides * min(step, rows) * vocab * 4 + sum(min(count, rows) * vocab * 2 for count in rounded)
+        assert held <= linear.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
+def test_a_student_within_a_hundredth_of_its_teacher(backend, device, generator, kind, reduction):
+    """Of 16-bit operands: exact with float32 logits, and not with their own."""
+    v = 2 * torch.randn(1003, 64, generator=generator) / 8
+    t = 3 * torch.randn(40, 64, generator=generator)
+    h, w = t + 0.01 * t.square().mean(-1, keepdim=True).sqrt() * torch.randn(t.shape, generator=generator), v
+    h, w, t, v = (tensor.bfloat16().to(device) for tensor in (h, w, t, v))
+    exact = [tensor.double().requires_grad_() for tensor in (h, w)]
+    logits = exact[0] @ exact[1].T, t.double() @ v.double().T
+    truth = oracle.divergence(*logits, kind, **SYMMETRIC.get(kind, {})).mean()
+    expected = torch.autograd.grad(truth, exact)
+    errors = {}
+    for dtype in (None, torch.bfloat16):
+        ours = [tensor.clone().requires_grad_() for tensor in (h, w)]
+        loss = kullback.linear_divergence(*ours, t, v, kind, reduction=reduction, logits_dtype=dtype).mean()
+        found = torch.autograd.grad(loss, ours)
+        assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 2
+        pairs = zip((loss, *found), (truth, *expected), strict=True)
+        errors[dtype] = [relative_error(mine, other) for mine, other in pairs]
+    loss, *gradients = errors[None]
+    assert loss < 1e-4
+    assert all(error < 3e-3 for error in gradients)
+    assert all(error > 3 * best for error, best in zip(errors[torch.bfloat16][1:], gradients, strict=True))
+
+
+def test_dtypes_of_logits(generator):
+    def run(dtype, logits_dtype):
+        h, w = torch.randn(3, 8, generator=generator, dtype=dtype), torch.randn(5, 8, generator=generator, dtype=dtype)
+        return kullback.linear_divergence(h, w, h, w, logits_dtype=logits_dtype)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for logits_dtype in (None, torch.float32, dtype):
+            assert run(dtype, logits_dtype) == 0
+    assert run(torch.float64, torch.float64) == 0
+    with pytest.raises(
+        ValueError, match=r"logits_dtype must be torch.bfloat16 or torch.float32, of hidden .* got torch.float16"
+    ):
+        run(torch.bfloat16, torch.float16)
+    with pytest.raises(ValueError, match=r"logits_dtype must be torch.float64, .* got torch.float32"):
+        run(torch.float64, torch.float32)
+    with pytest.raises(TypeError, match=r"logits_dtype must be a torch.dtype; got str"):
+        run(torch.bfloat16, "float32")
+    with pytest.raises(TypeError, match=r"logits_dtype must be a torch.dtype; got int"):
+        kullback.LinearDivergenceLoss(logits_dtype=32)
+    h = torch.randn(3, 8, generator=generator).bfloat16()
+    loss = kullback.LinearDivergenceLoss(logits_dtype=torch.bfloat16)
+    assert loss(h, h, h, h) == 0
+
+
 def test_rows_are_kept_together_for_a_head_whose_gradient_is_wanted():
     def chunks(rows, vocab, *want, teacher=True):
         operands = shapes(rows, vocab, torch.bfloat16, teacher)
@@ -429,7 +493,7 @@ def test_a_loss_scaler_keeps_float16_gradients(backend, device, generator):
 def test_opcheck(generator):
     tensors = [t.detach() for t in operands(generator, torch.float32)]
     models = [*tensors, None, torch.rand(ROWS)]
-    task = "kl logits logits 0 float32 4 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), None
+    task = "kl logits logits 0 float32 4 1 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), None
     ops = torch.ops.kullback
     torch.library.opcheck(ops.linear_total, (*models, *task, 0.5))
     torch.library.opcheck(ops.linear_per_row, (*models, *task))

@@ -288,6 +288,21 @@ def shape(tensor: Tensor, drop: int | None = None) -> str:
     return str(list(tensor.shape[:drop]))
 
 
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype; got {type(dtype).__name__}")
+
+
+def widens_logits(dtype: torch.dtype | None, own: torch.dtype) -> bool:
+    """Whether logits of 16-bit operands are to be float32."""
+    check_dtype("logits_dtype", dtype)
+    wide = torch.promote_types(own, torch.float32)
+    if dtype not in (None, own, wide):
+        allowed = own if own == wide else f"{own} or {wide}"
+        raise ValueError(f"logits_dtype must be {allowed}, of hidden states in {own}; got {dtype}")
+    return dtype != own
+
+
 def check_chunk_rows(chunk_rows: int | None) -> None:
     if chunk_rows is not None:
         if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int):
@@ -398,7 +413,7 @@ PROBLEM_OPTIONS = (
     "target_softcap",
 )
 DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace")
-LINEAR_OPTIONS = ("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows")
+LINEAR_OPTIONS = ("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype")
 
 
 def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -407,6 +422,7 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
     check_name("tail", given.pop("tail", "bucket"), TAILS)
     check_chunk_rows(given.pop("chunk_rows", None))
+    check_dtype("logits_dtype", given.pop("logits_dtype", None))
     inplace = given.pop("inplace", False)
     check_flag("inplace", inplace)
     valid_width(given.pop("valid_vocab", None), None)

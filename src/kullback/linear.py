@@ -1,7 +1,7 @@
 """Driver: hidden states x head. Rows are projected a chunk at a time, and their logits are never all in memory.
 
-    logits    = hidden @ weight.T + bias        a chunk of rows, of the student and of the teacher
-    losses                                      the logits' gradient takes their place
+    logits    = hidden @ weight.T + bias        a chunk of rows, of the student and of the teacher, in float32 or wider
+    losses                                      the logits' gradient takes their place; rounded as hidden states are
     d_hidden  = d_logits @ weight               a few chunks of rows, whose logits' gradients are kept together
     d_weight += d_logits.T @ hidden             in float32
 
@@ -33,7 +33,9 @@ from kullback.work import Operands, Rows, Scale, in_memory
 # docs/performance.md.
 CHUNK_BYTES = 1500 << 20
 STREAMED = 5  # at most one byte in so many is for a side whose logits are streamed, beside one whose are kept
+WIDE_STREAMED = 3  # the same where logits are wider than what is kept
 ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
+BLOCK = 8192  # tokens of a 16-bit head that a CPU widens at once
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
 
 
@@ -65,6 +67,7 @@ class Task(NamedTuple):
     negligible: float  # of a top-k teacher: a tail that is no more may be rounding
     dtype: torch.dtype  # of the loss
     chunk_rows: int  # 0: as many as fit CHUNK_BYTES
+    widens: bool  # whether logits of 16-bit operands are float32
     wants: tuple[bool, ...]  # the gradients of the first operands
 
 
@@ -74,7 +77,7 @@ class Task(NamedTuple):
 def key_of(task: Task) -> str:
     """All but the numbers; with `scalars_of` what an operator takes."""
     wants = "".join(str(int(wanted)) for wanted in task.wants)
-    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {wants}"
+    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {int(task.widens)} {wants}"
 
 
 def scalars_of(task: Task) -> tuple[float, ...]:
@@ -83,10 +86,11 @@ def scalars_of(task: Task) -> tuple[float, ...]:
 
 def decode_task(key: str, scalars: tuple[float, ...] | None = None) -> Task:
     """The task of that key and those scalars; without them, one that is good for shapes."""
-    problem, dtype, chunk_rows, wants = key.rsplit(" ", 3)
+    problem, dtype, chunk_rows, widens, wants = key.rsplit(" ", 4)
     decoded = decode(problem) if scalars is None else decode(problem, scalars[:-1])
     negligible = 0.0 if scalars is None else scalars[-1]
-    return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), tuple(wanted == "1" for wanted in wants))
+    wanted = tuple(want == "1" for want in wants)
+    return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), widens == "1", wanted)
 
 
 ROWS = f"{schema_of(Models)}, str task, {SCALARS}"
@@ -104,14 +108,16 @@ class ModelRows:
         weight: Tensor | None,
         bias: Tensor | None,
         wants: Sequence[bool],
+        step: int,
         kept: int,
+        dtype: torch.dtype,
         row_weight: Tensor | None,
     ) -> None:
         self.weight, self.bias = weight, bias
         self.hidden = hidden
         self.wants = wants  # the gradient of each of these
         self.row_weight = row_weight
-        self.kept = kept  # rows whose logits are in memory: a chunk's, or several chunks'
+        self.kept = kept  # rows whose logits, or their gradients, are in memory: a chunk's, or several chunks'
         self.is_first_product = True
         self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
         self.d_weight: Tensor | None = None
@@ -119,9 +125,11 @@ class ModelRows:
         if weight is None:
             return
         vocab = weight.size(0)
-        buffer = hidden.new_empty(min(kept, hidden.size(0)), math.ceil(vocab / ALIGNED) * ALIGNED)
-        buffer[:, vocab:] = 0  # products may read what they do not use
-        self.logits = buffer[:, :vocab]
+        # Where logits are wider than what they are products of, a chunk's only; their gradients are rounded and kept.
+        self.logits = _buffer(hidden, step if dtype != hidden.dtype else kept, vocab, dtype)
+        self.d_logits = self.logits
+        if dtype != hidden.dtype and any(wants):
+            self.d_logits = _buffer(hidden, kept, vocab, hidden.dtype)
         if wants[1]:
             new = torch.empty_like if hidden.size(0) else torch.zeros_like
             self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)
@@ -139,11 +147,25 @@ class ModelRows:
         hidden = self.hidden[rows]
         if self.weight is None:
             return hidden
-        first = rows.start % self.kept
+        first = rows.start % self.kept if self.logits.dtype == hidden.dtype else 0
         out = self.logits[first : first + hidden.size(0)]
+        if out.dtype != hidden.dtype:
+            return self.wide_values(hidden, out)
         if self.bias is None:
             return torch.mm(hidden, self.weight.t(), out=out)
         return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+
+    def wide_values(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Products of 16-bit operands, summed and kept in float32."""
+        assert self.weight is not None
+        if hidden.is_cuda:
+            torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
+        else:
+            wide = hidden.to(out.dtype)
+            for start in range(0, self.weight.size(0), BLOCK):
+                block = slice(start, start + BLOCK)
+                torch.mm(wide, self.weight[block].to(out.dtype).t(), out=out[:, block])
+        return out if self.bias is None else out.add_(self.bias)
 
     def place(self, rows: slice, values: Tensor) -> Tensor | None:
         """Where the chunk's gradient is to be written: over the logits."""
@@ -155,11 +177,14 @@ class ModelRows:
         """From the logits' gradients that are kept, once the chunk completes them, to hidden states and head."""
         if self.weight is None or not any(self.wants):
             return
+        if self.d_logits is not self.logits:
+            first, count = chunk.start % self.kept, min(chunk.stop, self.hidden.size(0)) - chunk.start
+            self.d_logits[first : first + count] = self.logits[:count]
         end = min(chunk.stop, self.hidden.size(0))
         rows = slice(chunk.start // self.kept * self.kept, end)
         if end % self.kept and end < self.hidden.size(0):
             return
-        d_logits = self.logits[: end - rows.start]
+        d_logits = self.d_logits[: end - rows.start]
         if self.d_hidden is not None:
             torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
         if self.d_weight is not None:
@@ -191,16 +216,31 @@ class ModelRows:
         return [gradient.to(of.dtype) for gradient, of in found if gradient is not None and of is not None]
 
 
+def _buffer(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """[rows, vocab], as many of them as there are at most."""
+    buffer = like.new_empty(min(rows, like.size(0)), math.ceil(vocab / ALIGNED) * ALIGNED, dtype=dtype)
+    buffer[:, vocab:] = 0  # products may read what they do not use
+    return buffer[:, :vocab]
+
+
+def logits_dtype(hidden: Tensor, widens: bool) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32) if widens else hidden.dtype
+
+
 class Chunks:
     """Both models' rows, a chunk at a time, both sides projected."""
 
     def __init__(self, task: Task, models: Models) -> None:
         self.task, self.models = task, models
         self.rows = models.hidden.size(0)
-        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants)
-        self.step, of_student, of_teacher = plan
-        self.student = ModelRows(*models[:3], task.wants[:3], of_student, models.row_weight)
-        self.teacher = ModelRows(*models[3:6], task.wants[3:], of_teacher, models.row_weight)
+        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants, task.widens)
+        self.step, *kept = plan
+        dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
+        sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
+        self.student, self.teacher = (
+            ModelRows(*side, wants, self.step, rows, dtype, models.row_weight)
+            for (side, wants), rows, dtype in zip(sides, kept, dtypes, strict=True)
+        )
 
     def __iter__(self) -> Iterator[tuple[slice, Rows]]:
         """Each chunk's rows, and a record to be completed; whatever it found is pulled back before the next comes."""
@@ -223,19 +263,27 @@ class Chunks:
         return [*self.student.gradients(), *self.teacher.gradients()]
 
 
-def plan_chunks(models: Models, wants: Sequence[bool]) -> tuple[int, int, int]:
+def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False) -> tuple[int, int, int]:
     """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in CHUNK_BYTES.
 
-    Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed.
+    Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed. Logits wider
+    than their operands are a chunk's, and what is kept is their rounded gradient.
     """
     rows = models.hidden.size(0)
-    heads = models.weight, models.target_weight
-    sizes = [0 if weight is None else weight.size(0) * weight.itemsize for weight in heads]
-    keeps = [size > 0 and wanted for size, wanted in zip(sizes, (wants[1], wants[4]), strict=True)]
-    kept = sum(size for size, keep in zip(sizes, keeps, strict=True) if keep)
-    streamed = sum(sizes) - kept
+    kept = streamed = 0
+    keeps = []
+    sides = ((models.hidden, models.weight, wants[:3]), (models.target, models.target_weight, wants[3:]))
+    for hidden, weight, wanted in sides:
+        own = 0 if weight is None else weight.size(0) * weight.itemsize
+        wide = 0 if weight is None else weight.size(0) * logits_dtype(hidden, widens).itemsize
+        keeps.append(weight is not None and wanted[1])
+        if keeps[-1]:
+            kept += own
+            streamed += wide if wide > own else 0
+        else:
+            streamed += wide + (own if wide > own and any(wanted) else 0)
     if kept and streamed:
-        most = _even(CHUNK_BYTES // (STREAMED * streamed))
+        most = _even(CHUNK_BYTES // ((WIDE_STREAMED if widens else STREAMED) * streamed))
         several = max(1, (CHUNK_BYTES // most - streamed) // kept)
     else:
         most, several = _even(CHUNK_BYTES // max(1, kept + streamed)), 1
@@ -438,11 +486,13 @@ differentiated("linear_total", torch.ops.kullback.linear_total.default, of_field
 differentiated("linear_per_row", torch.ops.kullback.linear_per_row.default, of_fields(Models, _differentiated_per_row))
 
 
-def task_of(problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int) -> Task:
+def task_of(
+    problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int, widens: bool
+) -> Task:
     """The task, with the gradients that autograd will ask for."""
     enabled = torch.is_grad_enabled()
     wants = tuple(enabled and t is not None and t.requires_grad for t in tuple(models)[:GRADIENTS])
-    return Task(problem, negligible, dtype, chunk_rows, wants)
+    return Task(problem, negligible, dtype, chunk_rows, widens, wants)
 
 
 def total(task: Task, models: Models, scale: float) -> Tensor:
