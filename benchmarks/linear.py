@@ -20,7 +20,7 @@ import torch.nn.functional as F
 import kullback
 from kullback.cli import bench
 
-# rows, the student's hidden size, the teacher's, vocabulary, kind, whether rivals run beside, whether the student is near:
+# rows, the student's hidden size, the teacher's, vocabulary, kind, whether rivals run beside, whether the student is
 # within 1 % of its teacher
 GPU = [
     (4096, 4096, 4096, 128256, "kl", True, False),
