@@ -53,6 +53,41 @@ def regimes():
     return runpy.run_path(str(ROOT / "benchmarks/regimes.py"))["tables"](results)
 
 
+def real_rows():
+    """Milliseconds with a student's gradient on an H200, and the share of three passes' time in it."""
+    report = json.loads((ROOT / "benchmarks/results/h200/real.json").read_text(encoding="utf-8"))
+    cells = {}
+    for result in report["results"]:
+        case = result["case"]
+        entry = next(e for e in result["results"] if e["task"] == "forward + gradient")
+        row = cells.setdefault((case["source"], case["student"], f"{case['rows']} × {case['vocab']}"), {})
+        row[case["kind"]] = f"{entry['seconds'] * 1e3:.2f} ({entry['of_ceiling']:.2f})"
+    kinds = list(next(iter(cells.values())))
+    lines = ["| rows | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
+    for (source, student, shape), row in cells.items():
+        lines.append(f"| {source}, {student}, {shape} | " + " | ".join(row[kind] for kind in kinds) + " |")
+    return "\n".join(lines)
+
+
+def linear_logits():
+    """Times of both dtypes of logits over four products', and errors against float64 of the same operands."""
+    report = json.loads((ROOT / "benchmarks/results/h200/linear_logits.json").read_text(encoding="utf-8"))
+    lines = [
+        "| rows, hidden, its, vocabulary | logits | ms | of the products | loss | hidden | head |",
+        "|---|" + "---|" * 6,
+    ]
+    for result in report["linear"]:
+        case = result["case"]
+        shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
+        for entry in result["results"]:
+            logits = "float32" if entry["name"] == "kullback" else "bfloat16"
+            errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
+            whose = f"{case['kind']}{', near' if case['near'] else ''}: {shape}"
+            times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"
+            lines.append(f"| {whose} | {logits} | {times} | " + " | ".join(f"{error:.1g}" for error in errors) + " |")
+    return "\n".join(lines)
+
+
 def between(begin, end, table):
     pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.S)
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
@@ -65,7 +100,17 @@ KINDS = {
     "src/kullback/functional.py": lambda text: RULE.subn(lambda match: docstring(), text),
 }
 REGIMES = between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes)
-FILES = {**KINDS, "docs/numerics.md": REGIMES}
+REAL_ROWS = between("<!-- real rows: written by `make tables` -->", "<!-- end of real rows -->", real_rows)
+LINEAR = between("<!-- linear: written by `make tables` -->", "<!-- end of linear -->", linear_logits)
+
+
+def performance(text):
+    text, count = REAL_ROWS(text)
+    text, more = LINEAR(text)
+    return text, count * more
+
+
+FILES = {**KINDS, "docs/numerics.md": REGIMES, "docs/performance.md": performance}
 
 
 def rendered(name):
