@@ -1,7 +1,5 @@
 """DTensors by rows: every process finds its own rows' losses and gradients, and together they are the whole's."""
 
-import socket
-
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -34,8 +32,8 @@ def whole(x, y, weight, reduction):
     return loss, *torch.autograd.grad(loss.square().sum(), leaf)
 
 
-def check_rank(rank, port):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+def check_rank(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,))
     x, y, weight = rows()
     for placement in (Replicate(), Shard(0), Shard(1)):  # 3 and 5 rows of 2 devices: of unlike parts
@@ -56,14 +54,12 @@ def check_rank(rank, port):
         torch.testing.assert_close(
             ours, torch.nn.functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean")
         )
+    dist.barrier()  # a process that ends while another still waits may abort it
     dist.destroy_process_group()
 
 
-def test_rows_of_two_processes():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(check_rank, (port,), WORLD)
+def test_rows_of_two_processes(tmp_path):
+    mp.spawn(check_rank, (tmp_path / "store",), WORLD)
 
 
 @pytest.mark.parametrize("placement", [Shard(2), Partial()])
