@@ -92,6 +92,14 @@ def slopes_of(kind: str) -> Slopes | None:
     return Slopes(rest_p, rest_q, factor_p, offset_p, factor_q, offset_q, coupling)
 
 
+@functools.cache
+def slopes_are_logs(kind: str) -> bool:
+    """Whether each derivative is a multiple of a logarithm of its mass's part of a mixture, and so small near p = q."""
+    found = slopes_of(kind)
+    rests = () if found is None else (found.rest_p, found.rest_q)
+    return bool(rests) and all(getattr(rest, "op", None) == "logit_log2_fraction" for rest in rests)
+
+
 def quotient(x: Value, mass: Value) -> Value | None:
     """x / mass where the mass is a factor of x, else None."""
     if x is mass:

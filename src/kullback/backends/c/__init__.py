@@ -13,6 +13,7 @@ from torch import Tensor
 from kullback.backends.build import BuildError, remember_failures
 from kullback.backends.c import topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library
+from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
 from kullback.problem import formula
 from kullback.work import VERBS, Entries, Gather, Rows, Scatter, Work
@@ -87,6 +88,7 @@ def source(variant: Variant) -> str:
         "INPUT_IS_LOGITS": variant.form == "logits",
         "TARGET_IS_LOGITS": variant.target_form == "logits",
         "HAS_FAST": has_fast,
+        "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
     }

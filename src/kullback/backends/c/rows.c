@@ -55,8 +55,9 @@ typedef struct {
 /* target side */
 
 /* Rows of logits are tried without series and guards first; those whose sum is smaller than the first, of which a term's
-   rounding would be too much, or is no number, are summed again. */
-#define MIN_FAST_SUM 0.05
+   rounding would be too much, or is no number, are summed again. Where terms are masses times small logarithms, normalisers
+   that are rounded cost less. */
+#define MIN_FAST_SUM (SLOPES_ARE_LOGS ? 0.008 : 0.05)
 #define MAX_SUM 1e15
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
 #define MIN_CHERNOFF 1e-25
