@@ -94,7 +94,7 @@ class Gradient(torch.autograd.Function):
 
 def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
     """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
-    wants = ctx.needs_input_grad[ctx.first], ctx.needs_input_grad[ctx.first + 1]
+    wants = ctx.needs_input_grad[-len(operands)], ctx.needs_input_grad[1 - len(operands)]
     if is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
         gradients = Gradient.apply(ctx.problem, wants, state, *operands)
         return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
@@ -116,7 +116,7 @@ class Total(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor | None) -> None:
         ctx.problem, ctx.scale, _, *operands = inputs
-        ctx.first, ctx.backend = 3, backends.forced()
+        ctx.backend = backends.forced()
         ctx.save_for_backward(*operands)
 
     @staticmethod
@@ -136,17 +136,18 @@ class EagerTotal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, problem: Problem, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
-        Total.setup_context(ctx, (problem, scale, dtype, *operands), None)
+        ctx.problem, ctx.scale, ctx.backend = problem, scale, backends.forced()
+        ctx.save_for_backward(*operands)
         wants = ctx.needs_input_grad[3:5]
         total, *ctx.written = library.sum_losses(problem, Operands._make(operands), scale, dtype, wants)
         return total
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        if ctx.written is None or is_differentiated_again(grad_out):
+        if ctx.written is None or torch.is_grad_enabled() or is_traced(grad_out):
             return Total.backward(ctx, grad_out)
         saved = ctx.saved_tensors  # raises where an input was modified since
-        return *_hand_over(ctx, grad_out), *(None for _ in saved[2:])
+        return *_hand_over(ctx, grad_out), *(None,) * (len(saved) - 2)
 
 
 class InPlaceTotal(torch.autograd.Function):
@@ -170,16 +171,15 @@ class InPlaceTotal(torch.autograd.Function):
             raise RuntimeError("the gradient was written over the logits (inplace=True) and has been handed over")
         if ctx.written[0]._version != ctx.version:
             raise RuntimeError("the logits' memory, which holds the gradient (inplace=True), was modified since")
-        return *_hand_over(ctx, grad_out), *(None for _ in range(ctx.count - 2))
+        return *_hand_over(ctx, grad_out), *(None,) * (ctx.count - 2)
 
 
 def _hand_over(ctx: Context, grad_out: Tensor) -> Gradients:
     """The written gradients times the upstream one: not lent, since autograd may keep them."""
     written, ctx.written = ctx.written, None
-    with backends.restored(ctx.backend):
-        for gradient in written:
-            if gradient is not None:
-                backends.run(Scale(gradient, grad_out))
+    for gradient in written:
+        if gradient is not None:
+            backends.run(Scale(gradient, grad_out), ctx.backend)
     return None, None, None, *written
 
 
@@ -201,7 +201,7 @@ class PerRow(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.problem, _, *operands = inputs
-        ctx.first, ctx.backend = 2, backends.forced()
+        ctx.backend = backends.forced()
         ctx.save_for_backward(output[1], *operands)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # zeros for the states would take as much memory as they

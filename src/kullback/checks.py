@@ -32,16 +32,16 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def _problem(
     kind: str,
-    *params: str | float,
     form: str,
-    target_form: str | None = None,
-    temperature: float = 1.0,
-    target_temperature: float | None = None,
-    logit_scale: float = 1.0,
-    target_logit_scale: float | None = None,
-    softcap: float | None = None,
-    target_softcap: float | None = None,
-    vocab: int = 0,
+    target_form: str | None,
+    temperature: float,
+    target_temperature: float | None,
+    logit_scale: float,
+    target_logit_scale: float | None,
+    softcap: float | None,
+    target_softcap: float | None,
+    vocab: int,
+    *params: str | float,
 ) -> Problem:
     """Of the options, checked; the kind's parameters come as their names and then their values."""
     check_name("kind", kind, DIVERGENCES)
@@ -106,14 +106,28 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
 _cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
 
 
-def problem(kind: str, params: Mapping[str, float], **options: Any) -> Problem:
-    """The problem that a kind, its parameters and the options of `_problem` make, checked."""
+def problem(
+    params: Mapping[str, float],
+    kind: str,
+    form: str,
+    target_form: str | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    vocab: int = 0,
+) -> Problem:
+    """The problem that a kind, its parameters and these options make, checked."""
+    scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
+    options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, *params, *params.values())
     if not torch.compiler.is_compiling():
         try:
-            return _cached_problem(kind, *params, *params.values(), **options)
+            return _cached_problem(*options)
         except TypeError:  # an option that cannot be hashed, or one that is refused: said below
             pass
-    made = _problem(kind, *params, *params.values(), **options)
+    made = _problem(*options)
     any([is_symbolic(scalar) for scalar in made.scalars])  # noqa: C419 # Dynamo has to meet a caller's numbers before it traces an autograd.Function
     return made
 
@@ -430,7 +444,7 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     if inplace:
         check_inplace_options(form, options.get("reduction", "mean"))
     params = {name: given.pop(name) for name in options if name not in known}
-    problem(kind, params, form=form, **given)
+    problem(params, kind, form, **given)
 
 
 def check_flag(name: str, value: bool) -> None:

@@ -181,8 +181,8 @@ def divergence(
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
     problem = checks.problem(
-        kind,
         params,
+        kind,
         form=form,
         target_form=target_form,
         temperature=temperature,
@@ -289,8 +289,8 @@ def topk_divergence(
     vocab = checks.valid_width(valid_vocab, input.size(-1))
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     problem = checks.problem(
-        kind,
         params,
+        kind,
         form=form,
         target_form="logits",  # whatever they are, entries may be tempered
         temperature=temperature,
@@ -402,8 +402,8 @@ def linear_divergence(
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
     problem = checks.problem(
-        kind,
         params,
+        kind,
         form="logits",
         target_form="logits" if is_topk else target_form,  # whatever they are, entries may be tempered
         temperature=temperature,

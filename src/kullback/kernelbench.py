@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kullback.backends.arguments import table
 from kullback.backends.cuda import literal, plan
 from kullback.functional import kl_div
 
@@ -47,7 +48,7 @@ def standalone() -> str:
         has_outputs=True,
         wants=(False, False),
     )
-    arguments = literal.Arguments(
+    arguments = table(literal.PARAMETERS)(
         x="x.data_ptr<float>()",
         y="y.data_ptr<float>()",
         d_input="nullptr",

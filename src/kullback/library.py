@@ -87,7 +87,7 @@ def sum_losses(
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """scale · Σ row_weight · loss, and its wanted gradients; `inplace`: the input's in the place of its values."""
-    total = operands.input.new_empty((), dtype=dtype)
+    total = operands.input.new_empty_strided((), (), dtype=dtype)  # half of new_empty's time
     d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
     backends.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))

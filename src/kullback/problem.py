@@ -33,6 +33,11 @@ class Problem:
     vocab: int = 0  # how many tokens of a row count; 0: all
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Of every call's look into caches."""
         return hash((self.kind, self.input, self.target, self.parameter, self.vocab))
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def reduction_of(
 ) -> Reduction:
     """Of the input's rows, `input.shape[:-1]`."""
     if row_weight is None and normalizer is None and name == "mean" and not torch.compiler.is_compiling():
-        return Reduction(None, 1 / max(math.prod(input.shape[:-1]), 1), False, dtype)
+        return _mean(input.shape, dtype)
     if row_weight is not None and (row_weight.requires_grad or in_functorch()):
         # A weight's gradient is its row's loss. Rows of weight 0 are still not read.
         divisor = None if name != "mean" else row_weight.sum() if normalizer is None else normalizer
@@ -67,6 +68,12 @@ def reduction_of(
         return Reduction(row_weight / positive(row_weight.sum()), 1.0, False, dtype)
     # Compiled: 1 / rows as a number would be compiled anew for each count.
     return Reduction(None, 1.0, False, dtype, divisor=max(math.prod(input.shape[:-1]), 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mean(shape: torch.Size, dtype: torch.dtype) -> Reduction:
+    """The usual one, of all rows alike."""
+    return Reduction(None, 1 / max(math.prod(shape[:-1]), 1), False, dtype)
 
 
 def positive(divisor: Tensor) -> Tensor:

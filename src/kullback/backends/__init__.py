@@ -99,9 +99,9 @@ def restored(name: str | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if name is None else backend(name)
 
 
-def run(work: Work) -> None:
-    """Do the work on the backend that is forced, or else on the first that can."""
-    only = _forced.get()
+def run(work: Work, only: str | None = None) -> None:
+    """Do the work on the backend that is forced, here or in this context, or else on the first that can."""
+    only = only or _forced.get()
     parts = work.split() if isinstance(work, Rows) else (work,)
     for part in parts:
         refused: dict[str, str] = {}
@@ -117,11 +117,10 @@ def run(work: Work) -> None:
             refused[name] = reason
         else:
             raise RuntimeError(f"backend {only!r} was asked for and cannot run: {refused}")
-        if isinstance(part, Rows):
-            _parts[part.verb] = name
-        elif not isinstance(part, Scale):
-            _parts[type(part).__name__.lower()] = name
-        if refused and not isinstance(part, Scale):
+        if isinstance(part, Scale):  # of what a part before it has written
+            continue
+        _parts[part.verb if isinstance(part, Rows) else type(part).__name__.lower()] = name
+        if refused:
             _refused.update(refused)
     if len(parts) > 1 and isinstance(work, Rows):
         work.join(parts)

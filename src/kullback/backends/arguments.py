@@ -11,9 +11,13 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kullback.work import Operands, Rows
+
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
 DECLARATION = re.compile(r"(?P<type>.*?)(?P<name>\w+)(?:\[(?P<count>\w+)\])?$")
 C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctypes.c_double}
+
+FIRST_TENSOR = Rows._fields.index("known")
 
 Table = Callable[..., tuple[Any, ...]]  # of addresses and numbers; of text, where a call is printed
 
@@ -53,6 +57,15 @@ def table(names: Iterable[str]) -> Table:
     scope: dict[str, Table] = {}
     exec(f"def arguments(*, {listed}): return ({listed},)", scope)
     return scope["arguments"]
+
+
+def after_tensors(names: Iterable[str]) -> list[str]:
+    """Those that follow the tensors of a record `Rows`: these come first, in its order, and are passed as they are."""
+    tensors = ["x", "y", *Operands._fields[2:], *Rows._fields[FIRST_TENSOR:]]
+    names = list(names)
+    if names[: len(tensors)] != tensors:
+        raise ValueError(f"a kernel's arguments must begin with {', '.join(tensors)}; got {', '.join(names)}")
+    return names[len(tensors) :]
 
 
 def structure(fields: dict[str, str]) -> type[ctypes.Structure]:

@@ -47,10 +47,8 @@ def run(work: Work) -> None:
     if isinstance(work, Rows):
         if work.has_nothing_to_read:
             work.write_nothing()
-        elif work.problem.has_logits:
-            logits.run(work)
         else:
-            literal.run(work)
+            (logits if work.problem.has_logits else literal).run(work)
     elif isinstance(work, Scale):
         scale.run(work)
     elif isinstance(work, Gather):

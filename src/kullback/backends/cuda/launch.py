@@ -82,10 +82,11 @@ class Launcher:
             else:
                 resident = occupancy.max_active_blocks_per_multiprocessor(threads, shared)
                 self.blocks = resident * torch.cuda.get_device_properties(index).multi_processor_count
+            self.filling = self.config(max(1, self.blocks))
 
     def __call__(self, blocks: int, *arguments: int | float) -> None:
         stream = _stream(self.index, raw_stream(self.index))
-        config = self.config(max(1, min(blocks, self.blocks)))
+        config = self.filling if blocks >= self.blocks else self.config(max(1, blocks))
         if current_device() == self.index:
             self.launch(stream, config, self.kernel, *arguments)
         else:
@@ -121,7 +122,7 @@ def _stream(index: int, handle: int) -> Any:
     return importlib.import_module("cuda.core").Stream.from_handle(handle)
 
 
-_workspaces: dict[tuple[int, int], Tensor] = {}
+_workspaces: dict[tuple[int, int], tuple[Tensor, int, int]] = {}  # numbers, the first one's address, their count
 
 
 def workspace(index: int, blocks: int) -> tuple[int, int]:
@@ -134,9 +135,10 @@ def workspace(index: int, blocks: int) -> tuple[int, int]:
         fresh = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
         return fresh.data_ptr(), fresh.data_ptr() + 8 * blocks
     key = (index, handle)
-    kept = _workspaces.get(key)
-    if kept is None or kept.numel() <= blocks:
-        kept = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
-        _workspaces[key] = kept
-    address = kept.data_ptr()
-    return address, address + 8 * (kept.numel() - 1)
+    _, address, count = _workspaces.get(key, (None, 0, 0))
+    if count <= blocks:
+        count = blocks + 1
+        kept = torch.zeros(count, dtype=torch.float64, device=torch.device("cuda", index))
+        address = kept.data_ptr()
+        _workspaces[key] = kept, address, count
+    return address, address + 8 * (count - 1)

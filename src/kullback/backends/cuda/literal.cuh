@@ -149,8 +149,8 @@ INLINE void keep_row(double *found, long long rows, long long r, double sum, dou
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-kullback_literal(const X *x, const Y *y, X *d_input, Y *d_target, const WEIGHT *row_weight, const double *known,
-                 double *found, LOSS *loss, LOSS *total, double *partial, unsigned *ticket, long long rows,
+kullback_literal(const X *x, const Y *y, const WEIGHT *row_weight, const double *known, double *found, LOSS *loss,
+                 LOSS *total, X *d_input, Y *d_target, double *partial, unsigned *ticket, long long rows,
                  long long vocab, long long x_stride, long long y_stride, long long d_input_stride,
                  long long d_target_stride, double scale, double parameter)
 {

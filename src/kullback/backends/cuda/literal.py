@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kullback.backends.arguments import parameters, table
+from kullback.backends.arguments import after_tensors, parameters, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, workspace
@@ -16,7 +16,8 @@ from kullback.backends.printer import TYPES, print_functor, print_layout, print_
 from kullback.state import RowState
 from kullback.work import Rows, Verb
 
-Arguments = table(parameters(text(HERE / "literal.cuh"), "kullback_literal"))
+PARAMETERS = parameters(text(HERE / "literal.cuh"), "kullback_literal")
+Sizes = table(after_tensors(PARAMETERS))
 D_LOSS = RowState._fields.index("d_loss")
 
 
@@ -68,20 +69,20 @@ def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launche
 
 
 def run(work: Rows) -> None:
-    problem, operands = work.problem, work.operands
-    x, y, weight = operands.input, operands.target, operands.row_weight
-    if work.found is not None and work.verb == "loss" and problem.formula.finish_is_linear:
-        work.found.zero_()  # the same state for all rows: the kernel writes none
-        work.found[D_LOSS] = 1
+    problem, (x, y, weight), verb, scale, *others = work
+    known, found, loss, total, d_input, d_target = others
+    if found is not None and verb == "loss" and problem.formula.finish_is_linear:
+        found.zero_()  # the same state for all rows: the kernel writes none
+        found[D_LOSS] = 1
     rows, vocab = x.shape
     flat = _is_flat(work)
-    is_known = work.verb == "gradient" and work.known is not None
+    is_known = verb == "gradient" and known is not None
     if weight is not None:
         weight = weight[:1] if flat else weight.contiguous()
     if flat:
         rows, vocab = 1, rows * vocab
     index = x.get_device()
-    output = work.total if work.loss is None else work.loss
+    output = total if loss is None else loss
     launcher, shape = _launcher(
         index,
         flat,
@@ -93,32 +94,22 @@ def run(work: Rows) -> None:
         y.dtype,
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
-        work.verb,
+        verb,
         is_known,
-        work.has_outputs,
-        work.wants,
+        output is not None or found is not None,
+        (d_input is not None, d_target is not None),
     )
     if flat:
         blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
     else:
         blocks = -(-rows * shape.lanes // plan.THREADS)
-    partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks)
-    tensors = work.d_input, work.d_target, weight, work.loss, work.total, work.known, work.found
-    d_x, d_y, row_weight, loss, total, known, found = [0 if t is None else t.data_ptr() for t in tensors]
-    # stride(0) takes twice as long
-    strides = [0 if t is None else t.stride()[0] for t in (x, y, work.d_input, work.d_target)]
+    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others)]
+    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
     launcher(
         blocks,
-        *Arguments(
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            d_input=d_x,
-            d_target=d_y,
-            row_weight=row_weight,
-            known=known,
-            found=found,
-            loss=loss,
-            total=total,
+        *addresses,
+        *Sizes(
             partial=partial,
             ticket=ticket,
             rows=rows,
@@ -127,7 +118,7 @@ def run(work: Rows) -> None:
             y_stride=strides[1],
             d_input_stride=strides[2],
             d_target_stride=strides[3],
-            scale=work.scale,
+            scale=scale,
             parameter=problem.parameter,
         ),
     )

@@ -38,8 +38,9 @@ def _launcher(x: torch.dtype, factor: torch.dtype, index: int) -> Launcher:
 
 
 def run(work: Scale) -> None:
-    gradient, factor = work.gradient, work.factor
-    if gradient.numel():
-        launcher = _launcher(gradient.dtype, factor.dtype, gradient.device.index)
-        blocks = -(-gradient.numel() * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
-        launcher(blocks, *Arguments(gradient=gradient.data_ptr(), factor=factor.data_ptr(), count=gradient.numel()))
+    gradient, factor = work
+    count = gradient.numel()
+    if count:
+        launcher = _launcher(gradient.dtype, factor.dtype, gradient.get_device())
+        blocks = -(-count * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
+        launcher(blocks, *Arguments(gradient=gradient.data_ptr(), factor=factor.data_ptr(), count=count))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kullback.backends.arguments import print_entry, struct_fields, table
+from kullback.backends.arguments import after_tensors, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, workspace
@@ -22,7 +22,7 @@ from kullback.work import Rows, Verb
 
 ARGUMENTS = text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS))
 OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
-Operands, Setup = table(OPERANDS), table(SETUP)
+Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
 
 class Variant(NamedTuple):
@@ -88,7 +88,7 @@ def is_smooth(kind: str, form: str, target_form: str) -> bool:
 
 def why_not(work: Rows) -> str | None:
     """Why these kernels cannot take the rows, or None."""
-    x, y = work.input, work.target
+    x, y = work.operands[:2]
     if x.dtype is torch.float64 or y.dtype is torch.float64:
         return "logits in float64 have no CUDA kernel"
     if x.numel() > 1 << 30 and max(x.shape) > 1 << 30:
@@ -97,14 +97,14 @@ def why_not(work: Rows) -> str | None:
 
 
 def run(work: Rows) -> None:
-    problem, (x, y, weight), verb, scale, known, found, loss, total, d_input, d_target = work
+    problem, (x, y, weight), verb, scale, *others = work
+    known, found, loss, total, d_input, d_target = others
     rows, vocab = x.shape
     index = x.get_device()
     weight = None if weight is None else weight.contiguous()
     output = total if loss is None else loss
-    tensors = x, y, d_input, d_target
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    strides = [0 if t is None else t.stride()[0] for t in tensors]  # stride(0) takes twice as long
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others)]
+    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
     is_streamed = known is not None
     launcher, setup = _prepared(
         index,
@@ -123,16 +123,8 @@ def run(work: Rows) -> None:
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
         rows,
-        *Operands(
-            x=addresses[0],
-            y=addresses[1],
-            d_input=addresses[2],
-            d_target=addresses[3],
-            row_weight=0 if weight is None else weight.data_ptr(),
-            known=0 if known is None else known.data_ptr(),
-            found=0 if found is None else found.data_ptr(),
-            loss=0 if loss is None else loss.data_ptr(),
-            total=0 if total is None else total.data_ptr(),
+        *addresses,
+        *Sizes(
             partial=partial,
             ticket=ticket,
             rows=rows,
@@ -245,13 +237,13 @@ def _has_clusters(index: int) -> bool:
 
 def _in_phase(addresses: list[int], strides: list[int], rows: int, x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
     """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
-    x, y, d_x, d_y = addresses
+    x, y, *_, d_x, d_y = addresses
     x_step, y_step, d_x_step, d_y_step = strides
     if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
         return True  # as usual: all rows begin with a vector, whatever its width
     width = plan.width(x_dtype, y_dtype)
     first, step = x // x_dtype.itemsize % width, x_step % width
-    for address, stride, dtype in zip(addresses, strides, (x_dtype, y_dtype) * 2, strict=True):
+    for address, stride, dtype in zip((x, y, d_x, d_y), strides, (x_dtype, y_dtype) * 2, strict=True):
         element, rest = divmod(address, dtype.itemsize)
         if address and (rest or element % width != first or (rows > 1 and stride % width != step)):
             return False

@@ -6,17 +6,17 @@
 
 namespace kullback {
 
-/* What a launch reads and writes */
+/* What a launch reads and writes; first the tensors of a record `Rows`, in its order */
 struct Operands {
     const X *x;
     const Y *y;
-    X *d_input;
-    Y *d_target;
     const WEIGHT *row_weight; /* [rows], or 0: 1 */
     const double *known;      /* [fields, rows]: statistics to accumulate with, or the state of a gradient; or 0 */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
     LOSS *loss;               /* [rows], or 0 */
     LOSS *total;              /* or 0 */
+    X *d_input;
+    Y *d_target;
     double *partial;          /* [blocks] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */
