@@ -114,7 +114,17 @@ def test_its_cuda_kernels_compile(triangular, arch):
     for vocab in (1000, 128256):
         shape = logits.layout(problem, vocab, *dtypes, wants, False, arch in ("sm_90a", "sm_100a")).shape
         variant = logits.Variant(
-            KIND, "logits", "logits", *dtypes, torch.float64, torch.float32, "loss", False, True, wants, (False, False)
+            KIND,
+            "logits",
+            "logits",
+            *dtypes * 2,
+            torch.float64,
+            torch.float32,
+            "loss",
+            False,
+            True,
+            wants,
+            (False, False),
         )
         assert compile_cubin(logits.source(variant, shape), arch, ("-warn-spills", "-Werror"))
     variant = literal.Variant(

@@ -54,6 +54,7 @@ class Logits(NamedTuple):
     verb: Verb = "loss"
     known: bool = False
     capped: bool = False
+    gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
 
 
 LITERAL = {
@@ -85,6 +86,13 @@ LOGITS = {
     "sums of short rows": Logits(1000, False, NONE, "accumulate"),
 }
 ON_CHIP = {name for name, mode in LOGITS.items() if mode.fits}
+ROUNDED = (torch.bfloat16, torch.bfloat16)
+OF_FLOAT32 = {  # logits whose gradients are of 16 bits
+    "rounded gradient": Logits(128256, True, INPUT, gradients=ROUNDED),
+    "both gradients rounded": Logits(50257, True, BOTH, gradients=ROUNDED),
+    "rounded gradient of short rows": Logits(1000, False, INPUT, gradients=ROUNDED),
+    "both gradients of known rows rounded": Logits(128256, False, BOTH, "gradient", known=True, gradients=ROUNDED),
+}
 
 
 class Case(NamedTuple):
@@ -131,7 +139,7 @@ class Case(NamedTuple):
                 wants=mode.wants,
             )
             return literal.source(variant, self.literal_shape())
-        mode = LOGITS[self.mode]
+        mode = (LOGITS | OF_FLOAT32)[self.mode]
         side = lambda form: Side(form, softcap=float(mode.capped))
         problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
         is_streamed = mode.known or mode.verb == "accumulate"
@@ -139,7 +147,7 @@ class Case(NamedTuple):
         assert shape.resident == mode.fits
         variant = logits.Variant(
             *self[1:4],
-            *(x, y, torch.float64, torch.float32),
+            *(x, y, *(mode.gradients or (x, y)), torch.float64, torch.float32),
             verb=mode.verb,
             known=mode.known,
             has_outputs=mode.verb != "gradient",
@@ -177,6 +185,9 @@ def logits_cases():
     for arch, mode in itertools.product(ARCHITECTURES, LOGITS):
         if mode not in ON_CHIP or arch in ("sm_90a", "sm_100a"):
             yield Case(arch, "jensen_shannon", "logits", "logits", torch.float32, mode)
+    for kind, mode in itertools.product(KINDS, OF_FLOAT32):
+        if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
+            yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
     for pair in MIXED_PAIRS:
         for mode in ("total and both gradients", "statistics", "sums"):
             yield Case("sm_90a", "alpha", *pair, torch.float16, mode)

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kullback
-from kullback import work
+from kullback import backends, work
 from kullback.backends.cuda import logits
 from kullback.problem import Problem, Side
-from tests import kinds, oracle
+from tests import kinds, oracle, samples
 from tests.kinds import KINDS
 from tests.samples import sample
-from tests.tolerances import relative_error
+from tests.tolerances import BF16_CACHED, LOSS, relative_error
 
 VOCABS = (1, 3, 35, 1271, 50257)
 
@@ -280,14 +280,60 @@ def multiples(of):
     four(multiples(64), multiples(8), st.integers(0, 300)),
     four(multiples(8), multiples(4), st.integers(0, 40)),
     st.integers(1, 20),
-    st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 2),
+    st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 4),
 )
 def test_rows_in_phase(addresses, strides, rows, dtypes):
     """Kernels on chip take rows of which vectors of all tensors begin at the same elements."""
     addresses[:2] = [address or 64 for address in addresses[:2]]
     sizes = [dtype.itemsize for dtype in dtypes]
-    tensors = [t for t in zip(addresses, strides, sizes * 2, strict=True) if t[0]]
-    width = 16 // min(sizes)
+    tensors = [t for t in zip(addresses, strides, sizes, strict=True) if t[0]]
+    width = 16 // min(sizes[:2])
     whole = all(address % size == 0 for address, _, size in tensors)
     begins = ({(a // size + row * stride) % width for a, stride, size in tensors} for row in range(rows))
-    assert logits._in_phase(addresses, strides, rows, *dtypes) == (whole and all(len(b) == 1 for b in begins))
+    assert logits._in_phase(addresses, strides, rows, dtypes) == (whole and all(len(b) == 1 for b in begins))
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation", "renyi"])
+@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.0, 2.0)])
+def test_float32_logits_with_gradients_of_16_bits(backend, device, generator, kind, temperatures):
+    """As `linear_divergence` asks for them; each of its own dtype, from states and without, one of them and both."""
+    problem = Problem(kind, *(Side("logits", temperature) for temperature in temperatures), *kinds.values(kind))
+    zoo = {
+        "far": samples.far(2.0),
+        "near": samples.apart(0.15),
+        "close": samples.apart(1e-2),
+        "shifted": samples.shifted(0.01, 40.0),
+        "masked": samples.masked(samples.far(2.0)),
+    }
+    for vocab in (777, 5000) if device == "cpu" else (777, 50257, 128256, 600001):
+        rows = samples.batch(generator, vocab, torch.float32, **zoo)
+        x, y = rows.x.to(device), rows.y.to(device)
+        weight = rows.weight(masked=0.5).to(device)
+        leaves = [t.double().requires_grad_() for t in (rows.x, rows.y)]
+        options = {"temperature": temperatures[0], "target_temperature": temperatures[1]}
+        losses = oracle.divergence(*leaves, kind, **options, **kinds.parameters(kind))
+        truth = torch.autograd.grad((losses * rows.weight(masked=0.5)).sum(), leaves)
+        for verb, dtypes in itertools.product(
+            ("loss", "gradient"),
+            [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, None), (torch.float16, torch.float32)],
+        ):
+            written = [None if dtype is None else torch.empty_like(x, dtype=dtype) for dtype in dtypes]
+            total = x.new_zeros(()) if verb == "loss" else None
+            scale = 32768.0  # float16 has no small numbers
+            backends.run(
+                work.Rows(problem, work.Operands(x, y, weight), verb, scale, None, None, None, total, *written)
+            )
+            if total is not None:
+                expected = (losses * rows.weight(masked=0.5)).sum() * scale
+                assert relative_error(total, expected) < LOSS
+            for narrow, expected in zip(written, truth, strict=True):
+                for row, name in enumerate(rows.names if narrow is not None else ()):
+                    assert relative_error(narrow[row].double() / scale, expected[row]) < BF16_CACHED, (
+                        vocab,
+                        verb,
+                        dtypes,
+                        name,
+                    )

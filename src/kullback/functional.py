@@ -358,7 +358,8 @@ def linear_divergence(
         temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap, row_weight,
             reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
         valid_vocab: how many tokens count, where a head is padded or one is longer.
-        chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow.
+        chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow, and 2.1 GB of them in
+            float32.
         logits_dtype: what products are summed and kept in; by default float32 where hidden states and heads are of 16
             bits. Their own dtype is faster, and rounds logits as a model's own are: gradients are off by percents, of a
             student within 1 % of its teacher by as much as there is of them.

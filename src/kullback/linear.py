@@ -1,7 +1,7 @@
 """Driver: hidden states x head. Rows are projected a chunk at a time, and their logits are never all in memory.
 
     logits    = hidden @ weight.T + bias        a chunk of rows, of the student and of the teacher, in float32 or wider
-    losses                                      the logits' gradient takes their place; rounded as hidden states are
+    losses                                      the logits' gradient, in the dtype of the hidden states
     d_hidden  = d_logits @ weight               a few chunks of rows, whose logits' gradients are kept together
     d_weight += d_logits.T @ hidden             in float32
 
@@ -33,9 +33,10 @@ from kullback.work import Operands, Rows, Scale, in_memory
 # docs/performance.md.
 CHUNK_BYTES = 1500 << 20
 STREAMED = 5  # at most one byte in so many is for a side whose logits are streamed, beside one whose are kept
-WIDE_STREAMED = 3  # the same where logits are wider than what is kept
+WIDE_STREAMED = 2.5  # the same where logits are wider than what is kept, of a third more bytes
 ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
 BLOCK = 8192  # tokens of a 16-bit head that a CPU widens at once
+FILLING = 2048  # rows whose product with a head has as many tiles as a GPU works on at once
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
 
 
@@ -168,18 +169,18 @@ class ModelRows:
         return out if self.bias is None else out.add_(self.bias)
 
     def place(self, rows: slice, values: Tensor) -> Tensor | None:
-        """Where the chunk's gradient is to be written: over the logits."""
+        """Where the chunk's gradient is to be written: over the logits, or rounded beside them."""
         if self.weight is None:
             return None if self.d_hidden is None else self.d_hidden[rows]
-        return values if any(self.wants) else None
+        if not any(self.wants):
+            return None
+        first = rows.start % self.kept
+        return values if self.d_logits is self.logits else self.d_logits[first : first + values.size(0)]
 
     def pull_back(self, chunk: slice) -> None:
         """From the logits' gradients that are kept, once the chunk completes them, to hidden states and head."""
         if self.weight is None or not any(self.wants):
             return
-        if self.d_logits is not self.logits:
-            first, count = chunk.start % self.kept, min(chunk.stop, self.hidden.size(0)) - chunk.start
-            self.d_logits[first : first + count] = self.logits[:count]
         end = min(chunk.stop, self.hidden.size(0))
         rows = slice(chunk.start // self.kept * self.kept, end)
         if end % self.kept and end < self.hidden.size(0):
@@ -264,12 +265,13 @@ class Chunks:
 
 
 def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False) -> tuple[int, int, int]:
-    """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in CHUNK_BYTES.
+    """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in so many bytes.
 
     Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed. Logits wider
     than their operands are a chunk's, and what is kept is their rounded gradient.
     """
     rows = models.hidden.size(0)
+    most_bytes, share = (CHUNK_BYTES * 4 // 3, WIDE_STREAMED) if widens else (CHUNK_BYTES, STREAMED)
     kept = streamed = 0
     keeps = []
     sides = ((models.hidden, models.weight, wants[:3]), (models.target, models.target_weight, wants[3:]))
@@ -283,12 +285,13 @@ def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False) -> 
         else:
             streamed += wide + (own if wide > own and any(wanted) else 0)
     if kept and streamed:
-        most = _even(CHUNK_BYTES // ((WIDE_STREAMED if widens else STREAMED) * streamed))
-        several = max(1, (CHUNK_BYTES // most - streamed) // kept)
+        most = _even(int(most_bytes / (share * streamed)))
+        several = max(1, (most_bytes // most - streamed) // kept)
     else:
-        most, several = _even(CHUNK_BYTES // max(1, kept + streamed)), 1
-    blocks = math.ceil(rows / (most * several))
-    each = math.ceil(rows / max(1, blocks))
+        most, several = _even(most_bytes // max(1, kept + streamed)), 1
+    largest = most * several
+    blocks = math.ceil(rows / largest)
+    each = math.ceil(rows / max(1, blocks)) if blocks < 2 or largest < FILLING else largest // FILLING * FILLING
     several = math.ceil(each / most)
     step = max(1, math.ceil(each / max(1, several)))
     step = min(most, step if step < TILE else math.ceil(step / TILE) * TILE)

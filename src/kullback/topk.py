@@ -101,7 +101,10 @@ def gather(problem: Problem, input: Tensor, ids: Tensor, has_tail: bool) -> Tens
 
 
 def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
-    """The work on logits for a teacher known at the ids: gather there, work on that, scatter the gradient back."""
+    """The work on logits for a teacher known at the ids: gather there, work on that, scatter the gradient back.
+
+    A gradient of fewer bits than the logits is rounded from one that takes their place.
+    """
     problem, x, y = work.problem, work.input, work.target
     has_tail = y.size(-1) > ids.size(-1)
     gathered = gather(problem, x, ids, has_tail)
@@ -111,7 +114,10 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     operands = work.operands._replace(input=gathered, target=y)
     backends.run(work._replace(problem=at_ids(problem), operands=operands, d_input=d_gathered))
     if work.d_input is not None and d_gathered is not None:
-        backends.run(Scatter(problem, x, ids, gathered, d_gathered, work.d_input))
+        is_narrow = work.d_input.dtype != x.dtype
+        backends.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
+        if is_narrow:
+            work.d_input.copy_(x)
 
 
 def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     found: Tensor | None = None  # packed: of a loss without gradients RowState; RowStats of statistics; RowSums
     loss: Tensor | None = None  # [rows]
     total: Tensor | None = None  # 0-d, Σ row_weight · loss · scale
-    d_input: Tensor | None = None
+    d_input: Tensor | None = None  # of the input's dtype; of float32 logits it may be of 16 bits
     d_target: Tensor | None = None
 
     @property

@@ -30,6 +30,8 @@ class Variant(NamedTuple):
     target_form: str
     x: torch.dtype
     y: torch.dtype
+    dx: torch.dtype  # of the gradients
+    dy: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
     wants: tuple[bool, bool]
@@ -71,7 +73,8 @@ def source(variant: Variant) -> str:
     double = torch.float64 in (variant.x, variant.y)
     has_fast = forms == ("logits", "logits") and not double
     prefixes = ("safe_", *(("fast_",) if has_fast else () if "logits" in forms else ("in_range_",)))
-    x, y, weight, loss = (TYPES[dtype] for dtype in (variant.x, variant.y, variant.weight, variant.loss))
+    x, y, dx, dy = (TYPES[dtype] for dtype in (variant.x, variant.y, variant.dx, variant.dy))
+    weight, loss = TYPES[variant.weight], TYPES[variant.loss]
     macros: dict[str, int | str] = {
         "X": x,
         "Y": y,
@@ -79,8 +82,10 @@ def source(variant: Variant) -> str:
         "LOSS": loss,
         "LOAD_X": f"load_{x}",
         "LOAD_Y": f"load_{y}",
-        "STORE_X": f"store_{x}",
-        "STORE_Y": f"store_{y}",
+        "DX": dx,
+        "DY": dy,
+        "STORE_DX": f"store_{dx}",
+        "STORE_DY": f"store_{dy}",
         "STORE_LOSS": f"store_{loss}",
         "WANT_INPUT": variant.wants[0],
         "WANT_TARGET": variant.wants[1],
@@ -146,6 +151,8 @@ def _rows(work: Rows) -> None:
             problem.target.form,
             x.dtype,
             y.dtype,
+            (x if work.d_input is None else work.d_input).dtype,
+            (y if work.d_target is None else work.d_target).dtype,
             torch.float64 if weight is None else weight.dtype,
             torch.float64 if loss is None else loss.dtype,
             work.wants,

@@ -1,10 +1,10 @@
 /* Rows of a divergence on a CPU. Pasted above: the formula (`Row`, `Parameters`, elements, `finish`), the layout of what
    is known of rows (state.py), and the macros
 
-   X, Y, WEIGHT, LOSS                 element types of input, target, row weights, losses
+   X, Y, DX, DY, WEIGHT, LOSS         element types of input, target, their gradients, row weights, losses
    WANT_INPUT, WANT_TARGET            which gradients
    INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
-   HAS_FAST                           whether the element is there for rows that are far (c/fast.h)
+   HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
    Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
@@ -27,8 +27,8 @@ typedef struct {
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or NULL */
     LOSS *loss;               /* [rows], or NULL */
     LOSS *total;              /* or NULL */
-    X *d_input;
-    Y *d_target;
+    DX *d_input;
+    DY *d_target;
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
@@ -125,15 +125,15 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
                 q_minus_p += e.q_minus_p;                                                                            \
         }                                                                                                            \
         if (WANT_INPUT && want_gradient)                                                                             \
-            d_input[i] = STORE_X(e.input * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));   \
+            d_input[i] = STORE_DX(e.input * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));   \
         if (WANT_TARGET && want_gradient)                                                                            \
-            d_target[i] = STORE_Y(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
+            d_target[i] = STORE_DY(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
     }
 
 /* One pass over a row: its sums, its gradients, or both. A span is tried with the formula in range and done again with
    the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
    fast, or safe. */
-INLINE void sweep(const X *x, const Y *y, X *d_input, Y *d_target, int64_t n, Row row, Softcaps softcaps,
+INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
                   Parameters parameters, real grad_out, Sums *sums, int fast, int want_sum, int want_gradient)
 {
     const real of_input = INPUT_IS_LOGITS ? grad_out * row.input_inv_temperature : grad_out;
@@ -171,7 +171,7 @@ INLINE void sweep(const X *x, const Y *y, X *d_input, Y *d_target, int64_t n, Ro
 }
 
 #define SWEEP(name, fast, want_sum, want_gradient) \
-    NOINLINE static void name(const X *x, const Y *y, X *d_input, Y *d_target, int64_t n, Row row, Softcaps softcaps, \
+    NOINLINE static void name(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps, \
                               Parameters parameters, real grad_out, Sums *sums) \
     { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient); }
 
@@ -429,10 +429,10 @@ static void clear(const Arguments *a, int64_t r, int64_t n)
 {
     (void)n;
 #if WANT_INPUT
-    memset(a->d_input + r * a->d_input_stride, 0, (size_t)n * sizeof(X));
+    memset(a->d_input + r * a->d_input_stride, 0, (size_t)n * sizeof(DX));
 #endif
 #if WANT_TARGET
-    memset(a->d_target + r * a->d_target_stride, 0, (size_t)n * sizeof(Y));
+    memset(a->d_target + r * a->d_target_stride, 0, (size_t)n * sizeof(DY));
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS(0);
@@ -451,8 +451,8 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     }
     const X *x = a->x + r * a->x_stride;
     const Y *y = a->y + r * a->y_stride;
-    X *d_input = 0;
-    Y *d_target = 0;
+    DX *d_input = 0;
+    DY *d_target = 0;
 #if WANT_INPUT
     d_input = a->d_input + r * a->d_input_stride;
 #endif
@@ -541,10 +541,10 @@ NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end,
     LOSS *loss = a->loss;
     const WEIGHT *weights = a->row_weight;
 #if WANT_INPUT
-    X *d_input = a->d_input;
+    DX *d_input = a->d_input;
 #endif
 #if WANT_TARGET
-    Y *d_target = a->d_target;
+    DY *d_target = a->d_target;
 #endif
     (void)scale;
 #pragma omp simd
@@ -554,10 +554,10 @@ NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end,
         if (loss)
             loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
 #if WANT_INPUT
-        d_input[i] = STORE_X(weight == 0 ? (real)0 : scale * weight * e.input);
+        d_input[i] = STORE_DX(weight == 0 ? (real)0 : scale * weight * e.input);
 #endif
 #if WANT_TARGET
-        d_target[i] = STORE_Y(weight == 0 ? (real)0 : scale * weight * e.target);
+        d_target[i] = STORE_DY(weight == 0 ? (real)0 : scale * weight * e.target);
 #endif
     }
 }

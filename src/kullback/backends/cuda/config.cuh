@@ -13,8 +13,10 @@
 #define LOSS float
 #endif
 
-/* Whether both are of 16 bits: exponents and gradients may then be rounded by more */
-#define IS_16_BIT (sizeof(X) == 2 && sizeof(Y) == 2)
+#ifndef DX
+#define DX X /* element types of gradients */
+#define DY Y
+#endif
 
 #ifndef WIDTH
 #define WIDTH 4 /* elements of an access to global memory */
@@ -37,6 +39,12 @@
 #define WANT_INPUT 1
 #define WANT_TARGET 1
 #endif
+
+/* Whether what is read has 16 bits; and whether that has, or all that is written: exponents may then be rounded by more */
+#define IS_16_BIT (sizeof(X) == 2 && sizeof(Y) == 2)
+#define HAS_SHORT_GRADIENTS \
+    ((WANT_INPUT || WANT_TARGET) && (!WANT_INPUT || sizeof(DX) == 2) && (!WANT_TARGET || sizeof(DY) == 2))
+#define IS_COARSE (IS_16_BIT || HAS_SHORT_GRADIENTS)
 
 #ifndef FLAT
 #define FLAT 0                /* literal.cuh: whether all is one row, shared by the grid */

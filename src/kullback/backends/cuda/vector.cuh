@@ -25,8 +25,8 @@ template <typename T> INLINE T rounded(real x)
     return result;
 }
 
-/* WIDTH elements as they lie in memory */
-template <typename T> struct alignas(16) Packed {
+/* WIDTH elements as they lie in memory: in 16-byte accesses, or in one smaller */
+template <typename T> struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) Packed {
     T element[WIDTH];
 };
 
@@ -53,6 +53,10 @@ template <typename T> INLINE Packed<T> load(const T *p)
 
 template <typename T> INLINE void store(T *p, const Packed<T> &value)
 {
+    if (sizeof value < VECTOR_BYTES) {
+        __stcs((unsigned long long *)p, *(const unsigned long long *)&value);
+        return;
+    }
     const uint4 *parts = (const uint4 *)&value;
 #pragma unroll
     for (int i = 0; i < (int)sizeof value / VECTOR_BYTES; i++)

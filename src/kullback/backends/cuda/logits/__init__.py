@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -25,6 +25,9 @@ OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setu
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
 
+Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # of input, target and their gradients
+
+
 class Variant(NamedTuple):
     """All that the code of one kernel depends on, but its shape and the architecture."""
 
@@ -33,6 +36,8 @@ class Variant(NamedTuple):
     target_form: str
     x: torch.dtype
     y: torch.dtype
+    dx: torch.dtype  # of the gradients: that of x, or of 16 bits
+    dy: torch.dtype
     weight: torch.dtype
     loss: torch.dtype
     verb: Verb
@@ -50,6 +55,8 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "REAL_IS_DOUBLE": 0,
         "X": TYPES[variant.x],
         "Y": TYPES[variant.y],
+        "DX": TYPES[variant.dx],
+        "DY": TYPES[variant.dy],
         "WEIGHT": TYPES[variant.weight],
         "LOSS": TYPES[variant.loss],
         "INPUT_IS_LOGITS": forms[0] == "logits",
@@ -105,20 +112,20 @@ def run(work: Rows) -> None:
     output = total if loss is None else loss
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others)]
     strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
+    dtypes = x.dtype, y.dtype, (x if d_input is None else d_input).dtype, (y if d_target is None else d_target).dtype
     is_streamed = known is not None
     launcher, setup = _prepared(
         index,
         vocab,
         problem,
-        x.dtype,
-        y.dtype,
+        dtypes,
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
         verb,
         is_streamed,
         output is not None or found is not None,
         (d_input is not None, d_target is not None),
-        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, x.dtype, y.dtype),
+        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, dtypes),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -145,8 +152,7 @@ def _prepared(
     index: int,
     vocab: int,
     problem: Problem,
-    x: torch.dtype,
-    y: torch.dtype,
+    dtypes: Dtypes,
     weight: torch.dtype,
     loss: torch.dtype,
     verb: Verb,
@@ -156,11 +162,11 @@ def _prepared(
     fits: bool,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
-    placed = layout(problem, vocab, x, y, wants, is_streamed, fits)
+    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, fits)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
-    variant = Variant(kind, form, target_form, x, y, weight, loss, verb, known, has_outputs, wants, capped)
+    variant = Variant(kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped)
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
         target_inv_temperature=1 / problem.target.temperature,
@@ -198,8 +204,9 @@ def layout(
     fits: bool,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
-    # A float16 gradient has more digits than a mass that is cached, and a slope is cached in float16.
-    caches = x == torch.bfloat16 and y.itemsize == 2 and wants == (True, False) and caches_slopes(problem)
+    # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
+    is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
+    caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
     light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
     return plan.logits(vocab, x, y, all(wants), is_streamed, fits, caches, light)
@@ -235,15 +242,15 @@ def _has_clusters(index: int) -> bool:
     return properties.major >= 9 and shared >= plan.SHARED
 
 
-def _in_phase(addresses: list[int], strides: list[int], rows: int, x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
+def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtypes) -> bool:
     """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
     x, y, *_, d_x, d_y = addresses
     x_step, y_step, d_x_step, d_y_step = strides
     if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
         return True  # as usual: all rows begin with a vector, whatever its width
-    width = plan.width(x_dtype, y_dtype)
-    first, step = x // x_dtype.itemsize % width, x_step % width
-    for address, stride, dtype in zip((x, y, d_x, d_y), strides, (x_dtype, y_dtype) * 2, strict=True):
+    width = plan.width(*dtypes[:2])
+    first, step = x // dtypes[0].itemsize % width, x_step % width
+    for address, stride, dtype in zip((x, y, d_x, d_y), strides, dtypes, strict=True):
         element, rest = divmod(address, dtype.itemsize)
         if address and (rest or element % width != first or (rows > 1 and stride % width != step)):
             return False

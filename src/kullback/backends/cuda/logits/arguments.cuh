@@ -15,8 +15,8 @@ struct Operands {
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
     LOSS *loss;               /* [rows], or 0 */
     LOSS *total;              /* or 0 */
-    X *d_input;
-    Y *d_target;
+    DX *d_input;
+    DY *d_target;
     double *partial;          /* [blocks] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */

@@ -35,8 +35,8 @@
 #define HAS_LOG_FRACTION 0
 #endif
 #define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
-#define HANDLES_PEAKED (IS_SMOOTH && !IS_16_BIT)       /* 16-bit gradients do not show it */
-#define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_16_BIT) /* whether few tokens may have the exact formula */
+#define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
+#define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)
@@ -67,9 +67,9 @@
 /* A sum above this was no number */
 #define MAX_SUM 1e15f
 /* In nats: how far above a sample's maximum the row's is taken to be */
-#define MAX_MARGIN (IS_16_BIT ? 12.0f : 8.0f)
+#define MAX_MARGIN (IS_COARSE ? 12.0f : 8.0f)
 /* Whether maxima are found and not estimated: short rows of float32, of which that is seen */
-#define IS_EXACT (!IS_16_BIT && THREADS_PER_ROW == 32)
+#define IS_EXACT (!IS_COARSE && THREADS_PER_ROW == 32)
 
 namespace kullback {
 

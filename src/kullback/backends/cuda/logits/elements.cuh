@@ -8,7 +8,7 @@ namespace kullback {
 
 /* Of a row whose sum is below this, distributions count as close: 6e-8, which an element's term may be wrong by, would be more
    than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
-#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : IS_16_BIT && IS_SMOOTH && !SUMS_FROM_MOMENTS ? 0.0125f : 0.02f)
+#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : IS_COARSE && IS_SMOOTH && !SUMS_FROM_MOMENTS ? 0.0125f : 0.02f)
 
 /* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula (elements.cuh). */
 #define MIN_NEAR_SUM (HAS_TILTED_LSE ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : IS_SMOOTH ? 4e-4f : 5e-3f)
@@ -68,7 +68,7 @@ INLINE double log_z_diff_of(const Arguments &a, const RowStats &stats)
    exp((x - max)·inv_temperature) / Σ exp; one of the others has the scaling's error in it, as a Σ exp in range. */
 template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats &stats, const Sums &sums)
 {
-    const bool is_exponent = MODE == FAST && IS_16_BIT;
+    const bool is_exponent = MODE == FAST && IS_COARSE;
     Row row;
     row.input_inv_temperature = a.input_inv_temperature;
     row.target_inv_temperature = a.target_inv_temperature;
@@ -121,7 +121,7 @@ template <int MODE, typename F, typename... VECTORS> INLINE void each_of(F f, VE
 /* A logit as log_fraction takes it, of a row whose log-sum-exp is in the exponent: -inf has an exponent too. */
 INLINE float floor_logit(float x, float max, float inv_temperature)
 {
-    return HAS_LOG_FRACTION && IS_16_BIT ? fmaxf(x, (max + NO_MASS_EXPONENT) / base_2(inv_temperature)) : x;
+    return HAS_LOG_FRACTION && IS_COARSE ? fmaxf(x, (max + NO_MASS_EXPONENT) / base_2(inv_temperature)) : x;
 }
 
 template <int MODE> INLINE Element element(const Arguments &a, float x, float y, const Row &row)

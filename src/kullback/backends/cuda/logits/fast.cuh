@@ -13,26 +13,28 @@ namespace kullback {
 #if CACHES_SLOPES
 static_assert((int)X_BYTES == (int)Y_BYTES);
 
-/* Of each element its mass, rounded as x is, in x's place, and in y's its slope in half precision, less what is predicted
-   for it: a gradient is a small difference from the row's mean slope, near which halves are to be fine. A slope of no mass
+/* Of each element its mass, rounded as x is, in x's place, and in y's its slope, less what is predicted for it. Where it is
+   rounded to a half, that makes gradients fine, which are small differences from the row's mean slope. A slope of no mass
    may be longer than halves are: it stays finite, for the product to be 0. */
 INLINE void cache_slopes(int address, const float *masses, const float *slopes)
 {
     Packed<X> mass;
-    unsigned slope[WIDTH / 2];
+    unsigned slope[VECTOR_BYTES / 4];
 #pragma unroll
-    for (int i = 0; i < WIDTH / 2; i++) {
-        const float *s = slopes + 2 * i;
-        mass.element[2 * i] = rounded<X>(masses[2 * i]);
-        mass.element[2 * i + 1] = rounded<X>(masses[2 * i + 1]);
-        slope[i] = cvt_rn_satfinite_f16x2(s[1], s[0]);
-    }
+    for (int k = 0; k < WIDTH; k++)
+        mass.element[k] = rounded<X>(masses[k]);
+#pragma unroll
+    for (int i = 0; i < VECTOR_BYTES / 4; i++)
+        slope[i] = IS_16_BIT ? cvt_rn_satfinite_f16x2(slopes[(2 * i + 1) % WIDTH], slopes[2 * i % WIDTH])
+                             : __float_as_uint(slopes[i]);
     st_shared_v4(address, *(const uint4 *)&mass);
     st_shared_v4(y_address(address), *(const uint4 *)slope);
 }
 
 INLINE float cached_slope(const Packed<Y> &y, int k)
 {
+    if (!IS_16_BIT)
+        return at(y, k);
     return to_real(float16 { (unsigned short)(((const unsigned *)&y)[k / 2] >> k % 2 * 16) });
 }
 #endif
@@ -165,7 +167,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
         by_slope = all_reduced(a, pipeline, group, by_slope);
     }
-    if (IS_16_BIT) { /* of masses as they were there */
+    if (IS_COARSE) { /* of masses as they were there */
         const RowStats again = opaque(stats);
         by_slope.p = in_range_ratio_or_zero(by_slope.p, mass_sum(again.y_max, again.y_sum_exp, a.target_inv_temperature));
         by_slope.q = in_range_ratio_or_zero(by_slope.q, mass_sum(again.x_max, again.x_sum_exp, a.input_inv_temperature));

@@ -43,7 +43,7 @@ INLINE real stable_logit_mass(real x, real row_max, real inv_temperature, real i
    gradients do not show and their sums are corrected for. */
 INLINE real fast_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)
 {
-    if (IS_16_BIT)
+    if (IS_COARSE)
         return ex2(fmaf(x, base_2(inv_temperature), -row_max));
     return stable_logit_mass(x, row_max, inv_temperature, inv_sum_exp);
 }
@@ -54,7 +54,7 @@ INLINE real finite_ratio(real ratio) { return fmaxf(ratio, -3e38f); }
 /* Powers of masses, as exponents */
 INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv_sum_exp)
 {
-    if (IS_16_BIT)
+    if (IS_COARSE)
         return ex2(fmaf(x, 0.5f * base_2(inv_temperature), -0.5f * row_max));
     const real half = 0.5f * mul_rn(row_max, base_2(inv_temperature));
     return ex2(fmaf(x, 0.5f * base_2(inv_temperature), -half)) * sqrtf(inv_sum_exp);
@@ -64,7 +64,7 @@ INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv
 INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
                                    real x_inv_sum_exp, real ratio, real a, real log_total)
 {
-    if (IS_16_BIT) { /* from the larger mass: the other power is small, and so are its roundings */
+    if (IS_COARSE) { /* from the larger mass: the other power is small, and so are its roundings */
         const bool is_less = ratio < 0;
         const real mass = ex2(is_less ? fmaf(x, base_2(x_scale), -x_max) : fmaf(y, base_2(y_scale), -y_max));
         return mass * ex2(fmaf(is_less ? a : a - 1, ratio, -log_total) * 1.44269504f);
@@ -92,7 +92,7 @@ INLINE real fast_mixture(real a, real p, real b, real q) { return fmaf(a, p, fma
    multiplication comes. */
 INLINE real fast_logit_log2_fraction(real x, real row_max, real inv_temperature, real, real whole, real value)
 {
-    if (!IS_16_BIT) /* a bounded ratio stays a number */
+    if (!IS_COARSE) /* a bounded ratio stays a number */
         return fmaxf(value, -1e38f) * 1.44269504f;
     return fmaf(fmaf(x, base_2(inv_temperature), -row_max), ONE_LESS, -lg2(whole));
 }
@@ -102,7 +102,7 @@ INLINE real near_logit_log2_fraction(real, real, real, real, real, real value) {
 
 INLINE real fast_logit_log_fraction(real x, real row_max, real inv_temperature, real inv_sum_exp, real whole, real value)
 {
-    return IS_16_BIT ? fast_logit_log2_fraction(x, row_max, inv_temperature, inv_sum_exp, whole, value) * LN2 : value;
+    return IS_COARSE ? fast_logit_log2_fraction(x, row_max, inv_temperature, inv_sum_exp, whole, value) * LN2 : value;
 }
 
 INLINE real fast_select_near(real, real, real, real far) { return far; }

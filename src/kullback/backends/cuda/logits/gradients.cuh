@@ -18,7 +18,7 @@ struct GradOut {
 
 /* Writes an element's gradients, and returns its term. */
 template <int MODE>
-INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, X &input, Y &target)
+INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, DX &input, DY &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
     if (MODE == FAST) {
@@ -26,12 +26,12 @@ INLINE float differentiate(const Arguments &a, float x, float y, const Row &row,
         p = floor_logit(p, row.target_max, a.target_inv_temperature);
     }
     const Element e = element<MODE>(a, q, p, row);
-    input = rounded<X>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
-    target = rounded<Y>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
+    input = rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
+    target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
     return e.term;
 }
 
-INLINE void write_element(const Slice &slice, X input, Y target, int i)
+INLINE void write_element(const Slice &slice, DX input, DY target, int i)
 {
     if (WANT_INPUT)
         slice.d_input()[i] = input;
@@ -39,10 +39,17 @@ INLINE void write_element(const Slice &slice, X input, Y target, int i)
         slice.d_target()[i] = target;
 }
 
+/* Behind vectors of x of so many bytes, as many of another type */
+template <typename T> INLINE T *after_vectors(T *first, long long before)
+{
+    constexpr int bytes = sizeof(Packed<T>);
+    return (T *)((unsigned char *)first + (bytes == X_BYTES ? before : before / X_BYTES * bytes));
+}
+
 /* Where the row's vectors of gradients begin; in registers where these are to be had */
 struct GradientVectors {
-    X *input;
-    Y *target;
+    DX *input;
+    DY *target;
 
     INLINE GradientVectors(const Slice &slice)
         : input(WANT_INPUT ? slice.d_input() + slice.head : 0), target(WANT_TARGET ? slice.d_target() + slice.head : 0)
@@ -53,12 +60,12 @@ struct GradientVectors {
             target = opaque(target);
     }
     /* before: bytes of x's vectors */
-    INLINE void write(const Packed<X> &input_vector, const Packed<Y> &target_vector, long long before) const
+    INLINE void write(const Packed<DX> &input_vector, const Packed<DY> &target_vector, long long before) const
     {
         if (WANT_INPUT)
-            store((X *)((unsigned char *)input + before), input_vector);
+            store(after_vectors(input, before), input_vector);
         if (WANT_TARGET)
-            store((Y *)((unsigned char *)target + (X_BYTES == Y_BYTES ? before : before / X_BYTES * Y_BYTES)), target_vector);
+            store(after_vectors(target, before), target_vector);
     }
 };
 
@@ -69,8 +76,8 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
     const Arguments &a = slice.a;
     const Row row = row_constants<MODE>(a, stats, sums);
     const auto one = [&](float x, float y, int i, const Row &row) {
-        X input;
-        Y target;
+        DX input;
+        DY target;
         differentiate<MODE>(a, x, y, row, grad_out, input, target);
         write_element(slice, input, target, i);
     };
@@ -80,8 +87,8 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
     }
     const GradientVectors vectors(slice);
     each_vector<false, true, MODE == FAST>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
-        Packed<X> input;
-        Packed<Y> target;
+        Packed<DX> input;
+        Packed<DY> target;
 #if CACHES_SLOPES
         if (MODE == FAST) {
             const Coefficients common = fast_coefficients(row, opaque(a.parameters));
@@ -89,7 +96,7 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
             const float less = grad_out.input * (common.factor_q * predicted + common.offset_q - row.input_grad_sum);
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
-                input.element[k] = rounded<X>(mul_ftz(at(x, k), fmaf(cached_slope(y, k), of_slope, less)));
+                input.element[k] = rounded<DX>(mul_ftz(at(x, k), fmaf(cached_slope(y, k), of_slope, less)));
         } else
 #endif
             each_of<MODE>([&](int k) {
@@ -118,8 +125,8 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const GradientVectors vectors(slice);
     TermSums term;
     each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<X> input;
-        Packed<Y> target;
+        Packed<DX> input;
+        Packed<DY> target;
         float part = 0;
         bool is_light = true;
 #pragma unroll
@@ -133,8 +140,8 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
             vectors.write(input, target, before);
         return is_light;
     }, [&](float x, float y, int i, const Row &heavy_row) {
-        X input;
-        Y target;
+        DX input;
+        DY target;
         term.heavy += differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
         if (WRITES)
             write_element(slice, input, target, i);

@@ -25,8 +25,8 @@ struct Slice {
 
     INLINE const X *x() const { return a.x + (unsigned)opaque((int)row) * a.x_stride; }
     INLINE const Y *y() const { return a.y + (unsigned)opaque((int)row) * a.y_stride; }
-    INLINE X *d_input() const { return a.d_input + row * a.d_input_stride; }
-    INLINE Y *d_target() const { return a.d_target + row * a.d_target_stride; }
+    INLINE DX *d_input() const { return a.d_input + row * a.d_input_stride; }
+    INLINE DY *d_target() const { return a.d_target + row * a.d_target_stride; }
 };
 
 #if RESIDENT

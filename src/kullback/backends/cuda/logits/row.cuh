@@ -404,9 +404,9 @@ INLINE void clear_row(const Arguments &a, const RowGroup &group, unsigned r)
 {
     for (unsigned i = cta_rank() * THREADS_PER_ROW + group.thread; i < a.vocab; i += group.cluster * THREADS_PER_ROW) {
         if (WANT_INPUT)
-            a.d_input[r * a.d_input_stride + i] = rounded<X>(0);
+            a.d_input[r * a.d_input_stride + i] = rounded<DX>(0);
         if (WANT_TARGET)
-            a.d_target[r * a.d_target_stride + i] = rounded<Y>(0);
+            a.d_target[r * a.d_target_stride + i] = rounded<DY>(0);
     }
     if (group.thread == 0 && cta_rank() == 0) {
         if (a.loss)

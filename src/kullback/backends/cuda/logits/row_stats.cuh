@@ -8,7 +8,7 @@ namespace kullback {
 /* Of Σ exp: those of smaller ones have lost masses that underflowed, those of larger have exponents that are rounded by too
    much. */
 #define MIN_SUM_EXP 1e-20f
-#define MAX_SUM_EXP (IS_16_BIT ? MAX_SUM : 65536.0f)
+#define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 

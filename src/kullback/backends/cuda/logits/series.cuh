@@ -124,7 +124,7 @@ INLINE void write_gradients_by_series(const Slice &slice, Pipeline &pipeline, co
 {
     const Arguments &a = slice.a;
     /* Over √(p·q), as powers of r from the 0th on: d_log_q - q·Σ d_log_q, and the same of p. 16-bit gradients need fewer. */
-    enum { TERMS = IS_16_BIT ? 6 : SERIES_TERMS + 1 };
+    enum { TERMS = IS_COARSE ? 6 : SERIES_TERMS + 1 };
     float input_factor[TERMS], target_factor[TERMS], exponential = 1; /* of e^(±r/2) */
 #pragma unroll
     for (int k = 0; k < TERMS; k++) {
@@ -141,16 +141,16 @@ INLINE void write_gradients_by_series(const Slice &slice, Pipeline &pipeline, co
             sum = fmaf(sum, r, factor[k]);
         return sum;
     };
-    const auto differentiate_near = [&](float q, float p, X &input, Y &target) {
+    const auto differentiate_near = [&](float q, float p, DX &input, DY &target) {
         const float r = series.ratio(q, p), root = series.root(q, p);
-        input = rounded<X>(root * polynomial(input_factor, r) * (INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1));
-        target = rounded<Y>(root * polynomial(target_factor, r) * (TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1));
+        input = rounded<DX>(root * polynomial(input_factor, r) * (INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1));
+        target = rounded<DY>(root * polynomial(target_factor, r) * (TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1));
         return series.is_near(r);
     };
     const GradientVectors vectors(slice);
     each_deferring<true, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<X> input;
-        Packed<Y> target;
+        Packed<DX> input;
+        Packed<DY> target;
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
@@ -159,8 +159,8 @@ INLINE void write_gradients_by_series(const Slice &slice, Pipeline &pipeline, co
             vectors.write(input, target, before);
         return all;
     }, [&](float x, float y, int i, const Row &row) {
-        X input;
-        Y target;
+        DX input;
+        DY target;
         if (!differentiate_near(input_of(a, x), target_of(a, y), input, target))
             differentiate<STABLE>(a, x, y, row, grad_out, input, target);
         write_element(slice, input, target, i);
