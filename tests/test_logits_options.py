@@ -9,7 +9,7 @@ import kullback
 from tests import kinds, oracle
 from tests.kinds import KINDS
 from tests.samples import sample
-from tests.tolerances import relative_error
+from tests.tolerances import FLOAT_SUM, relative_error
 
 
 def truth(x, y, kind, target_form, scales, caps, temperatures, valid):
@@ -116,7 +116,8 @@ def test_in_place(dtype, vocab, backend, device, generator):
         (plain * 2.0).backward()
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
         assert received[0].data_ptr() == address
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+        # Not to the bit: where the gradient has memory of its own, the C path keeps slopes there.
+        assert relative_error(a.grad, b.grad) < FLOAT_SUM
         with pytest.raises(RuntimeError, match="handed over"):
             (loss * 2.0).backward()
         with torch.no_grad():

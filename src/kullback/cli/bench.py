@@ -91,6 +91,34 @@ def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
             return liger(x.log_softmax(-1), y.log_softmax(-1))  # type: ignore[no-any-return]
 
         yield "liger", from_logits if form == "logits" else liger
+    if form == "logits" and kind in ("kl", "reverse_kl") and importlib.util.find_spec("fast_llm"):
+        yield "fast-llm", functools.partial(FastLLM.apply, "forward_kl" if kind == "kl" else kind)
+
+
+class FastLLM(torch.autograd.Function):
+    """Fast-LLM's kernel, which returns the loss and writes the gradient at once, as its own wrapper has it."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, x: Tensor, y: Tensor) -> Tensor:
+        from fast_llm.functional.config import EntropyLossType, TargetFormat  # type: ignore[import-not-found]
+        from fast_llm.functional.triton.entropy_loss import (  # type: ignore[import-not-found]
+            triton_entropy_loss_forward_backward,
+        )
+
+        loss: Tensor
+        loss, _, ctx.gradient = triton_entropy_loss_forward_backward(
+            x,
+            y,
+            None,
+            grad_output=1.0 if ctx.needs_input_grad[1] else None,
+            target_format=TargetFormat.logits,
+            entropy_loss_type=EntropyLossType(kind),
+        )
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.gradient, None
 
 
 class Clock:

@@ -15,7 +15,7 @@ from kullback.backends.c import topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library
 from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
-from kullback.problem import formula
+from kullback.problem import formula, moments_of
 from kullback.work import VERBS, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
@@ -93,6 +93,9 @@ def source(variant: Variant) -> str:
         "INPUT_IS_LOGITS": variant.form == "logits",
         "TARGET_IS_LOGITS": variant.target_form == "logits",
         "HAS_FAST": has_fast,
+        "KEEPS_SLOPES": has_fast
+        and moments_of(variant.kind) is None
+        and (variant.wants, variant.dx) == ((True, False), torch.float32),
         "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],

@@ -4,6 +4,8 @@
    X, Y, DX, DY, WEIGHT, LOSS         element types of input, target, their gradients, row weights, losses
    WANT_INPUT, WANT_TARGET            which gradients
    INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
+   KEEPS_SLOPES                       whether the sweep that sums a row that is far may leave each d_log_q in the gradient's
+                                      memory: what is left to do costs a mass
    HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
@@ -49,24 +51,29 @@ typedef struct {
     double log_z_diff, tilted_lse;
     Sums sums;
     int mode;
+    int has_slopes; /* whether d_log_q of each element is where the gradient is to be */
 } Found;
 
 /* input side */
 /* target side */
 
 /* Rows of logits are tried without series and guards first; those whose sum is smaller than the first, of which a term's
-   rounding would be too much, or is no number, are summed again. Where terms are masses times small logarithms, normalisers
-   that are rounded cost less. */
-#define MIN_FAST_SUM (SLOPES_ARE_LOGS ? 0.008 : 0.05)
+   rounding would be too much, or is no number, are summed again. */
+#define MIN_FAST_SUM 0.05
 #define MAX_SUM 1e15
+/* Where terms are masses times small logarithms, rows between are near: their gradients are good, and of their sums the
+   terms of tokens that have more than 2^-10 of a mass are found again. */
+#define MIN_NEAR_SUM (SLOPES_ARE_LOGS ? 2e-4 : MIN_FAST_SUM)
+#define HEAVY_LOG_MASS -6.9314718f
+enum { HEAVY_SPAN = 64 };
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
 #define MIN_CHERNOFF 1e-25
 
 #if HAS_FAST
-INLINE int is_well_conditioned(Sums sums)
+INLINE int is_well_conditioned(Sums sums, double min)
 {
     const double least = fmin(fabs(sums.d_log_p), fabs(sums.d_log_q));
-    return (HAS_CHERNOFF ? least : fabs(sums.term)) > MIN_FAST_SUM && fabs(sums.term) < MAX_SUM
+    return (HAS_CHERNOFF ? least : fabs(sums.term)) > min && fabs(sums.term) < MAX_SUM
         && fabs(sums.d_log_p) < MAX_SUM && fabs(sums.d_log_q) < MAX_SUM;
 }
 
@@ -124,6 +131,8 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
             if (INPUT_IS_LOGITS && TARGET_IS_LOGITS && !fast)                                                        \
                 q_minus_p += e.q_minus_p;                                                                            \
         }                                                                                                            \
+        if (WANT_INPUT && want_slopes)                                                                               \
+            d_input[i] = STORE_DX(e.d_log_q);                                                                        \
         if (WANT_INPUT && want_gradient)                                                                             \
             d_input[i] = STORE_DX(e.input * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));   \
         if (WANT_TARGET && want_gradient)                                                                            \
@@ -134,7 +143,7 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
    the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
    fast, or safe. */
 INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                  Parameters parameters, real grad_out, Sums *sums, int fast, int want_sum, int want_gradient)
+                  Parameters parameters, real grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
 {
     const real of_input = INPUT_IS_LOGITS ? grad_out * row.input_inv_temperature : grad_out;
     const real of_target = TARGET_IS_LOGITS ? grad_out * row.target_inv_temperature : grad_out;
@@ -170,25 +179,43 @@ INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, 
     (void)fast;
 }
 
-#define SWEEP(name, fast, want_sum, want_gradient) \
+#define SWEEP(name, fast, want_sum, want_gradient, want_slopes) \
     NOINLINE static void name(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps, \
                               Parameters parameters, real grad_out, Sums *sums) \
-    { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient); }
+    { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient, \
+            want_slopes); }
 
 #define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
 #define ONE_SWEEP (FINISH_IS_LINEAR && !HAS_LOGITS && WANT_GRADIENT)
 #if ONE_SWEEP
-SWEEP(sum_and_gradient, 0, 1, 1)
+SWEEP(sum_and_gradient, 0, 1, 1, 0)
 #endif
-SWEEP(sum, 0, 1, 0)
+SWEEP(sum, 0, 1, 0, 0)
 #if WANT_GRADIENT
-SWEEP(gradient, 0, 0, 1)
+SWEEP(gradient, 0, 0, 1, 0)
 #endif
 #if HAS_FAST
-SWEEP(fast_sum, 1, 1, 0)
+SWEEP(fast_sum, 1, 1, 0, 0)
 #if WANT_GRADIENT
-SWEEP(fast_gradient, 1, 0, 1)
+SWEEP(fast_gradient, 1, 0, 1, 0)
+#endif
+#if KEEPS_SLOPES
+SWEEP(fast_sum_and_slopes, 1, 1, 0, 1)
+
+/* From the slopes that are in its place */
+NOINLINE static void gradient_of_slopes(const X *x, DX *d_input, int64_t n, Row row, Softcaps softcaps, real grad_out)
+{
+    const real of_input = grad_out * row.input_inv_temperature;
+    (void)softcaps;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const real xi = COUNTED_X(LOAD_X(x[i]));
+        const real q = fast_logit_mass(xi, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+        const real d_x = (real)d_input[i] - q * row.input_grad_sum;
+        d_input[i] = STORE_DX(d_x * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));
+    }
+}
 #endif
 #endif
 
@@ -251,12 +278,43 @@ NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, So
 }
 #endif
 
+#if HAS_FAST && SLOPES_ARE_LOGS
+/* What the fast sum of a row lacks in the spans that have a heavy token of either side */
+NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters)
+{
+    const real x_heavy = row.input_max + (row.input_log_sum_exp + HEAVY_LOG_MASS) / row.input_inv_temperature;
+    const real y_heavy = row.target_max + (row.target_log_sum_exp + HEAVY_LOG_MASS) / row.target_inv_temperature;
+    double total = 0;
+    (void)softcaps;
+    for (int64_t start = 0; start < n; start += HEAVY_SPAN) {
+        const int64_t end = start + HEAVY_SPAN < n ? start + HEAVY_SPAN : n;
+        real above = -REAL_INFINITY, part = 0;
+#pragma omp simd reduction(max: above)
+        for (int64_t i = start; i < end; i++) {
+            const real x_above = COUNTED_X(LOAD_X(x[i])) - x_heavy, y_above = COUNTED_Y(LOAD_Y(y[i])) - y_heavy;
+            const real higher = x_above > y_above ? x_above : y_above;
+            above = higher > above ? higher : above;
+        }
+        if (above < 0)
+            continue;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++) {
+            const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));
+            part += safe_element(xi, yi, row, parameters).term - fast_element(xi, yi, row, parameters).term;
+        }
+        total += part;
+    }
+    return total;
+}
+#endif
+
 #if HAS_FAST
-/* Both softmaxes and the sums of a row that is far; false where it is not. `is_near`: whether the row is known to need no
-   log-sum-exp of its tilted masses. */
-static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+/* Both softmaxes and the sums of a row that is far, or near; false where it is not. `is_near`: whether the row is known to
+   need no log-sum-exp of its tilted masses. */
+static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
                     const Arguments *a, Found *found, int *is_near)
 {
+    (void)d_input;
 #if HAS_CHERNOFF
     const double exponent = chernoff_exponent(parameters);
 #else
@@ -278,7 +336,7 @@ static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
 #if HAS_TILTED_LSE
     *is_near = fabs(log(chernoff)) < FAR_TILTED_LSE;
     if (!*is_near) {
-        if (!(s.chernoff > MIN_CHERNOFF && is_well_conditioned(found->sums)))
+        if (!(s.chernoff > MIN_CHERNOFF && is_well_conditioned(found->sums, MIN_FAST_SUM)))
             return 0;
         found->tilted_lse = log(chernoff);
         found->sums = (Sums){ 0, 0, 0, 0 };
@@ -289,11 +347,21 @@ static int sum_fast(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
 #endif
 #else
     found->sums = (Sums){ 0, 0, 0, 0 };
-    fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
+#if KEEPS_SLOPES
+    found->has_slopes = a->verb == VERB_LOSS && (const void *)d_input != (const void *)x;
+    if (found->has_slopes)
+        fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameters, 0, &found->sums);
+    else
+#endif
+        fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
+#endif
+#if SLOPES_ARE_LOGS
+    if (!is_well_conditioned(found->sums, MIN_FAST_SUM) && is_well_conditioned(found->sums, MIN_NEAR_SUM))
+        found->sums.term += heavy_rounding(x, y, n, *row, softcaps, parameters);
 #endif
     found->mode = FAST;
     (void)is_near;
-    return is_well_conditioned(found->sums);
+    return is_well_conditioned(found->sums, MIN_NEAR_SUM);
 }
 #endif
 
@@ -347,11 +415,12 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
 }
 
 /* A row, or a piece of one that counts as a row */
-static void sum_row(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
                     const Arguments *a, Found *found)
 {
     int is_near = 0;
-    *found = (Found){ { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE };
+    (void)d_input;
+    *found = (Found){ { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
 #if INPUT_IS_LOGITS
     found->input.max = COUNTED_X((real)input_max(x, n)) * (double)(real)(1 / a->input_temperature);
 #endif
@@ -365,7 +434,7 @@ static void sum_row(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
     }
 #if HAS_FAST
     if (fabs(found->input.max) < INFINITY && fabs(found->target.max) < INFINITY
-        && sum_fast(x, y, n, row, softcaps, parameters, a, found, &is_near))
+        && sum_fast(x, y, d_input, n, row, softcaps, parameters, a, found, &is_near))
         return;
     found->tilted_lse = 0;
 #endif
@@ -461,7 +530,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     Row row = { 0 };
     const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
-    Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE };
+    Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
     const int has_state = a->verb == VERB_GRADIENT && a->known;
     double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
     (void)d_input, (void)d_target, (void)d_loss;
@@ -486,7 +555,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         set_row(&row, &found, a);
         sum(x, y, 0, 0, n, row, softcaps, parameters, 0, &found.sums);
     } else {
-        sum_row(x, y, n, &row, softcaps, parameters, a, &found);
+        sum_row(x, y, d_input, n, &row, softcaps, parameters, a, &found);
     }
     row.input_grad_sum = (real)found.sums.d_log_q;
     row.target_grad_sum = (real)found.sums.d_log_p;
@@ -516,6 +585,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #if WANT_GRADIENT
     if (!ONE_SWEEP || has_state) {
         const real grad_out = (real)(weight * a->scale * d_loss);
+#if KEEPS_SLOPES
+        if (found.mode == FAST && found.has_slopes)
+            gradient_of_slopes(x, d_input, n, row, softcaps, grad_out);
+        else
+#endif
 #if HAS_FAST
         if (found.mode == FAST)
             fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
