@@ -1,6 +1,7 @@
 """Tables in documents: `make tables` writes them from DIVERGENCES and results, a test holds the documents to them."""
 
 import json
+import math
 import re
 import runpy
 from pathlib import Path
@@ -69,22 +70,54 @@ def real_rows():
     return "\n".join(lines)
 
 
-def linear_logits():
-    """Times of both dtypes of logits over four products', and errors against float64 of the same operands."""
-    report = json.loads((ROOT / "benchmarks/results/h200/linear_logits.json").read_text(encoding="utf-8"))
-    lines = [
-        "| rows, hidden, its, vocabulary | logits | ms | of the products | loss | hidden | head |",
-        "|---|" + "---|" * 6,
-    ]
+def rivals_on_real_rows():
+    """Milliseconds on an H200, each with a student's gradient."""
+    report = json.loads((ROOT / "benchmarks/results/h200/real_rivals.json").read_text(encoding="utf-8"))
+    names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
+    lines = ["| rows | kind | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    for result in report["results"]:
+        case = result["case"]
+        times = {e["name"]: e["seconds"] * 1e3 for e in result["results"] if e["task"] == "forward + gradient"}
+        if len(times) > 1:
+            cells = " | ".join(f"{times[name]:.2f}" if name in times else "" for name in names)
+            lines.append(f"| {case['student']} | {case['kind']} | {cells} |")
+    return "\n".join(lines)
+
+
+def real_rows_on_a_cpu():
+    """Medians of rounds in which all ran in turn, milliseconds: as memory is by default, and retained."""
+    paths = (ROOT / f"benchmarks/results/cpu/{name}.json" for name in ("real", "real_retained"))
+    default, retained = (json.loads(path.read_text(encoding="utf-8"))["results"] for path in paths)
+    names = ("kullback", "torch.compile", "eager")
+    head = ["student", "kind", "", *names, *(f"retained: {name}" for name in names)]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---|" * (len(head) - 1)]
+    for pair in zip(default, retained, strict=True):
+        case = pair[0]["case"]
+        for task in ("forward", "forward + gradient"):
+            times = [
+                {e["name"]: e["milliseconds"]["median"] for e in result["in_turn"] if e["task"] == task}
+                for result in pair
+            ]
+            cells = " | ".join(f"{found[name]:.0f}" for found in times for name in names)
+            lines.append(f"| {case['student']} | {case['kind']} | {task} | {cells} |")
+    return "\n".join(lines)
+
+
+def linear():
+    """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
+    report = json.loads((ROOT / "benchmarks/results/h200/linear.json").read_text(encoding="utf-8"))
+    lines = ["| | ms | of the products | GB | loss | hidden | head |", "|---|" + "---|" * 6]
     for result in report["linear"]:
         case = result["case"]
         shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
+        near = ", student within 1 %" if case["near"] else ""
+        lines.append(f"| **{case['kind']}: {shape}{near}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
         for entry in result["results"]:
-            logits = "float32" if entry["name"] == "kullback" else "bfloat16"
             errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
-            whose = f"{case['kind']}{', near' if case['near'] else ''}: {shape}"
             times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"
-            lines.append(f"| {whose} | {logits} | {times} | " + " | ".join(f"{error:.1g}" for error in errors) + " |")
+            memory = f"{entry['peak_bytes_above_gradients'] / 1e9:.1f}"
+            shown = " | ".join(f"{error:.1g}" for error in errors)
+            lines.append(f"| {entry['name']} | {times} | {memory} | {shown} |")
     return "\n".join(lines)
 
 
@@ -101,13 +134,17 @@ KINDS = {
 }
 REGIMES = between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes)
 REAL_ROWS = between("<!-- real rows: written by `make tables` -->", "<!-- end of real rows -->", real_rows)
-LINEAR = between("<!-- linear: written by `make tables` -->", "<!-- end of linear -->", linear_logits)
+RIVALS = between("<!-- rivals: written by `make tables` -->", "<!-- end of rivals -->", rivals_on_real_rows)
+CPU = between("<!-- real rows, CPU: written by `make tables` -->", "<!-- end of real rows, CPU -->", real_rows_on_a_cpu)
+LINEAR = between("<!-- linear: written by `make tables` -->", "<!-- end of linear -->", linear)
 
 
 def performance(text):
-    text, count = REAL_ROWS(text)
-    text, more = LINEAR(text)
-    return text, count * more
+    counts = []
+    for table in (REAL_ROWS, RIVALS, CPU, LINEAR):
+        text, count = table(text)
+        counts.append(count)
+    return text, math.prod(counts)
 
 
 FILES = {**KINDS, "docs/numerics.md": REGIMES, "docs/performance.md": performance}
