@@ -1,5 +1,6 @@
 """Tables in documents: `make tables` writes them from DIVERGENCES and results, a test holds the documents to them."""
 
+import functools
 import json
 import math
 import re
@@ -103,9 +104,9 @@ def real_rows_on_a_cpu():
     return "\n".join(lines)
 
 
-def linear():
+def linear(machine):
     """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
-    report = json.loads((ROOT / "benchmarks/results/h200/linear.json").read_text(encoding="utf-8"))
+    report = json.loads((ROOT / f"benchmarks/results/{machine}/linear.json").read_text(encoding="utf-8"))
     lines = ["| | ms | of the products | GB | loss | hidden | head |", "|---|" + "---|" * 6]
     for result in report["linear"]:
         case = result["case"]
@@ -115,7 +116,8 @@ def linear():
         for entry in result["results"]:
             errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
             times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"
-            memory = f"{entry['peak_bytes_above_gradients'] / 1e9:.1f}"
+            peak = entry["peak_bytes_above_gradients"]
+            memory = "" if peak is None else f"{peak / 1e9:.1f}"
             shown = " | ".join(f"{error:.1g}" for error in errors)
             lines.append(f"| {entry['name']} | {times} | {memory} | {shown} |")
     return "\n".join(lines)
@@ -136,12 +138,19 @@ REGIMES = between("<!-- regimes: written by `make tables` -->", "<!-- end of reg
 REAL_ROWS = between("<!-- real rows: written by `make tables` -->", "<!-- end of real rows -->", real_rows)
 RIVALS = between("<!-- rivals: written by `make tables` -->", "<!-- end of rivals -->", rivals_on_real_rows)
 CPU = between("<!-- real rows, CPU: written by `make tables` -->", "<!-- end of real rows, CPU -->", real_rows_on_a_cpu)
-LINEAR = between("<!-- linear: written by `make tables` -->", "<!-- end of linear -->", linear)
+LINEAR, LINEAR_CPU = (
+    between(
+        f"<!-- linear{of}: written by `make tables` -->",
+        f"<!-- end of linear{of} -->",
+        functools.partial(linear, machine),
+    )
+    for of, machine in (("", "h200"), (", CPU", "cpu"))
+)
 
 
 def performance(text):
     counts = []
-    for table in (REAL_ROWS, RIVALS, CPU, LINEAR):
+    for table in (REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU):
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)
