@@ -27,7 +27,7 @@ from kullback.work import Verb
 from tests import kinds
 from tests.kinds import KINDS
 
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a")
 BUDGET = Path(__file__).with_name("registers.json")
 PAIRS = [*itertools.product(("probs", "log_probs"), repeat=2)]
 MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]

@@ -10,7 +10,7 @@ import torch
 from kullback.backends.cuda import literal, logits, scale, topk
 from kullback.work import Gather, Rows, Scale, Scatter, Work
 
-OLDEST = (8, 0)
+OLDEST = (7, 5)
 
 
 def why_not(work: Work) -> str | None:

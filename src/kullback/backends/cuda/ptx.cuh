@@ -52,9 +52,13 @@ INLINE float sqrt_approx_ftz(float x)
 
 INLINE float max_nan(float a, float b) /* NaN stays */
 {
+#if __CUDA_ARCH__ >= 800
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
+#else
+    return a > b || a != a ? a : b;
+#endif
 }
 
 INLINE float mul_ftz(float a, float b)
@@ -80,9 +84,14 @@ INLINE unsigned short cvt_rn_f16_f32(float x)
 
 INLINE unsigned short cvt_rn_bf16_f32(float x)
 {
+#if __CUDA_ARCH__ >= 800
     unsigned short result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(x));
     return result;
+#else
+    const unsigned word = __float_as_uint(x), rounded = (word + 0x7fffu + (word >> 16 & 1)) >> 16;
+    return (unsigned short)(x != x ? 0x7fffu : rounded);
+#endif
 }
 
 /* Two halves, which stay finite */

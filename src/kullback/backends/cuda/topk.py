@@ -19,7 +19,7 @@ from kullback.work import Entries, Gather, Scatter
 UNROLL = 4  # vectors in flight a thread
 ENTRY_THREADS = 128  # of a row's entries
 MAX_ENTRIES = 1024  # of a row, since each looks at all of them where one is repeated
-MAX_VOCAB = 3 << 18  # a bit of shared memory for each token: 96 KiB, which every architecture has
+MAX_VOCAB = 63 << 13  # a bit of shared memory for each token: 63 KiB, which every architecture has
 
 GatherArguments, ScatterArguments = (
     table(parameters(text(HERE / "topk.cuh"), kernel)) for kernel in ("kullback_gather", "kullback_scatter")
