@@ -139,7 +139,7 @@ template <int MODE> INLINE Element element(const Arguments &a, float x, float y,
 /* Tokens of much mass decide a row's error: a rounding of a mass is nothing beside another's term. Of the others the fast
    formula is as good. More than 2^HEAVY_EXPONENT is much, and more of rows that are nearer. */
 #define HEAVY_EXPONENT -11.0f
-#define HEAVY_EXPONENT_NEARER (SUMS_FROM_MOMENTS ? -12.0f : -13.0f)
+#define HEAVY_EXPONENT_NEARER -13.0f
 
 /* The least of such logits; log2_z: of the fast mode's row */
 INLINE float heavy_logit(float log2_z, float inv_temperature, float exponent) { return (log2_z + exponent) / base_2(inv_temperature); }
