@@ -13,13 +13,17 @@
    the shape alone: neither the number of threads nor the rows beside a row can change its result. */
 
 #include <stdlib.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #define NOINLINE __attribute__((noinline))
 #define PREFETCH(p) __builtin_prefetch(p)
 
 /* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. A unit of work
    has so many elements, of as many rows. */
-enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64 };
+enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64, LARGE_BYTES = 32 << 20 };
 
 typedef struct {
     const X *x;
@@ -637,8 +641,29 @@ NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end,
 }
 #endif
 
+#if WANT_INPUT || WANT_TARGET
+/* A large gradient is fresh memory, whose small pages take longer to be had than the gradient itself (docs/performance.md). */
+static void ask_for_large_pages(const void *first, int64_t bytes)
+{
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = ((uintptr_t)first + page - 1) & ~(page - 1);
+    const uintptr_t end = ((uintptr_t)first + (uintptr_t)bytes) & ~(page - 1);
+    if (bytes >= LARGE_BYTES)
+        (void)madvise((void *)start, end - start, MADV_HUGEPAGE); /* a hint */
+#else
+    (void)first, (void)bytes;
+#endif
+}
+#endif
+
 void kullback_rows(const Arguments *a)
 {
+#if WANT_INPUT
+    ask_for_large_pages(a->d_input, (int64_t)sizeof(DX) * a->elements);
+#endif
+#if WANT_TARGET
+    ask_for_large_pages(a->d_target, (int64_t)sizeof(DY) * a->elements);
+#endif
     const int64_t rows_per_unit = a->vocab >= UNIT ? 1 : UNIT / (a->vocab ? a->vocab : 1);
     const int64_t units = (a->rows + rows_per_unit - 1) / rows_per_unit;
     double *partial = a->total ? calloc((size_t)units + 1, sizeof *partial) : 0;
