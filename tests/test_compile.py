@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kullback
 
@@ -159,3 +160,15 @@ def test_an_exported_module_trains(call, reduction, generator):
     both = (torch.autograd.grad(run(given), leaves, allow_unused=True) for run in (program.module(), Loss()))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_traced_without_a_compiler(mode, reduction, generator):
+    """Sizes are symbols in the last of these, and serve other counts of rows."""
+    x, y = torch.randn(2, 5, 7, generator=generator)
+    run = lambda x, y: kullback.divergence(x, y, reduction=reduction)
+    graph = make_fx(run, tracing_mode=mode)(x, y)
+    for rows in (5, 9) if mode == "symbolic" else (5,):
+        x, y = torch.randn(2, rows, 7, generator=generator)
+        torch.testing.assert_close(graph(x, y), run(x, y))

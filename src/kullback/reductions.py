@@ -45,7 +45,10 @@ def reduction_of(
 ) -> Reduction:
     """Of the input's rows, `input.shape[:-1]`."""
     if row_weight is None and normalizer is None and name == "mean" and not torch.compiler.is_compiling():
-        return _mean(input.shape, dtype)
+        try:
+            return _mean(input.shape, dtype)
+        except TypeError:  # sizes that are symbols cannot be hashed
+            pass
     if row_weight is not None and (row_weight.requires_grad or in_functorch()):
         # A weight's gradient is its row's loss. Rows of weight 0 are still not read.
         divisor = None if name != "mean" else row_weight.sum() if normalizer is None else normalizer
