@@ -209,7 +209,8 @@ def test_never_negative_and_nothing_for_the_same(backend, device, generator, eps
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("target_form", ["log_probs", "probs"])
-def test_garbage_in_rows_without_weight_leaks_nowhere(backend, device, generator, garbage, tail, target_form):
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_garbage_in_rows_without_weight_leaks_nowhere(backend, device, generator, garbage, tail, target_form, softcap):
     clean = sample("logits", (4, 50), generator, torch.float32).to(device)
     log_p, ids = teacher((4, 50), 5, generator, torch.float32, device)
     log_p = log_p.exp() if target_form == "probs" else log_p
@@ -219,7 +220,8 @@ def test_garbage_in_rows_without_weight_leaks_nowhere(backend, device, generator
     results = []
     for student, entries, where in ((clean, log_p, ids), (x, spoiled, wrong)):
         leaves = [t.clone().requires_grad_() for t in (student, entries)]
-        loss = kullback.topk_divergence(*leaves, where, tail=tail, target_form=target_form, row_weight=weight)
+        options = {"tail": tail, "target_form": target_form, "softcap": softcap, "row_weight": weight}
+        loss = kullback.topk_divergence(*leaves, where, **options)
         results.append((loss, *torch.autograd.grad(loss, leaves)))
     for clean_result, other in zip(*results, strict=True):
         assert torch.equal(clean_result, other)

@@ -88,9 +88,10 @@ def scatter(work: Scatter) -> None:
         gradient.scatter_(1, torch.where(columns < 0, vocab, columns), work.d_gathered[rows, :k])
         gradient = gradient[:, :vocab]
         if side.form == "logits":
-            if side.softcap:
-                gradient = gradient * (1 - (values * side.temperature / side.softcap).square())
-            gradient = torch.where(gradient == 0, 0, gradient / side.temperature)
+            slope = (
+                1 - (values * side.temperature / side.softcap).square() if side.softcap else 1.0
+            ) / side.temperature
+            gradient = torch.where(gradient == 0, 0, gradient * slope)
         work.d_input[rows] = gradient
 
 
