@@ -172,3 +172,13 @@ def test_traced_without_a_compiler(mode, reduction, generator):
     for rows in (5, 9) if mode == "symbolic" else (5,):
         x, y = torch.randn(2, rows, 7, generator=generator)
         torch.testing.assert_close(graph(x, y), run(x, y))
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_kl_div_traced_with_sizes_that_are_symbols(reduction, generator):
+    x, y = torch.randn(2, 5, 7, generator=generator).log_softmax(-1)
+    run = lambda x, y: kullback.kl_div(x, y, reduction=reduction, log_target=True)
+    graph = make_fx(run, tracing_mode="symbolic")(x, y)
+    for rows in (5, 9):
+        x, y = torch.randn(2, rows, 7, generator=generator).log_softmax(-1)
+        torch.testing.assert_close(graph(x, y), run(x, y))

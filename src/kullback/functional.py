@@ -85,7 +85,8 @@ def kl_div(
     if input.dim() == 0:
         input, target = input.unsqueeze(0), target.unsqueeze(0)
     operands = Operands(input, target)
-    if torch.compiler.is_compiling() and reduction != "sum":  # 1 / count as a number would be compiled for each anew
+    # 1 / count as a number would be traced for this size alone.
+    if reduction != "sum" and (torch.compiler.is_compiling() or not isinstance(count, int)):
         return (driver.total(problem, operands, 1.0, torch.promote_types(dtype, torch.float32)) / count).to(dtype)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
     return driver.total(problem, operands, scale, dtype)
