@@ -86,6 +86,7 @@ def test_bench_measures_writes_and_draws(tmp_path):
     [
         (["--shape", "12"], "rows x vocabulary"),
         (["--shape", "0x5"], "rows x vocabulary"),
+        (["--shape", "²x5"], "rows x vocabulary"),
         (["--dtype", "int8"], "float32"),
         (["--kind", "k"], "is not one of kl"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
@@ -101,6 +102,18 @@ def test_bench_refuses_before_any_work(arguments, words):
     result = run("bench", *arguments)
     assert result.exit_code == 2
     assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+def test_export_refuses_a_folder(tmp_path):
+    result = run("export", "kernelbench", "-o", str(tmp_path))
+    assert result.exit_code == 2
+    assert "is a folder" in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+def test_equal_float64_rows_are_not_off():
+    """The truth of the benchmark is itself a rounding away from 0."""
+    arguments = ["--shape", "8x300", "--form", "logits", "--noise", "0", "--dtype", "float64", "--repeats", "1"]
+    assert run("bench", *arguments).exit_code == 0
 
 
 def test_without_its_extra_the_command_says_what_to_install():

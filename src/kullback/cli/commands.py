@@ -251,7 +251,7 @@ ROW_BUDGET = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-3, "float16": 1e-
 
 def _parse_shape(shape: str) -> tuple[int, int]:
     parts = shape.lower().split("x")
-    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape")
     return int(parts[0]), int(parts[1])
 
@@ -312,10 +312,9 @@ def export_kernelbench(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; by default printed.")] = None,
 ) -> None:
     """KernelBench level 1, problem 98, as one Python file that needs torch and nvcc only."""
+    _writable("--output", output)
     text = kernelbench.standalone()
     if output is None:
         typer.echo(text, nl=False)
-        return
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
-    output.write_text(text)
+    else:
+        output.write_text(text)
