@@ -35,6 +35,10 @@ class Problem:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
+        """Without what is cached: hashes of names are a process's own."""
+        return Problem, (self.kind, self.input, self.target, self.parameter, self.vocab)
+
     @functools.cached_property
     def _hash(self) -> int:
         """Of every call's look into caches."""
@@ -91,9 +95,7 @@ class Problem:
     @functools.cached_property
     def curvature(self) -> float:
         """c₂ of term = √(p·q)·(c₂·log²(p/q) + …) near p = q; 0 of a kind that has a corner there."""
-        ratio = torch.tensor([1e-3, 2e-3], dtype=torch.float64, device="cpu")
-        near, far = (element_at(self.kind, self.parameter, ratio).term / ratio**2).tolist()
-        return near if abs(near - far) < 0.1 * abs(near) else 0.0
+        return curvature_of(self.kind, self.parameter)
 
     @functools.cached_property
     def formula(self) -> Formula:
@@ -197,6 +199,19 @@ def element_at(kind: str, parameter: float, ratio: Tensor) -> Element:
     half = ratio / 2
     masses = Pair(torch.exp(half), torch.exp(-half), half, -half, ratio, -2 * torch.sinh(half), 0 * ratio, centred=True)
     return DIVERGENCES[kind](masses, *([] if DIVERGENCES[kind].parameter is None else [parameter]))
+
+
+def curvature_of(kind: str, parameter: float) -> float:
+    """`Problem.curvature`."""
+    ratio = torch.tensor([1e-3, 2e-3], dtype=torch.float64, device="cpu")
+    near, far = (element_at(kind, parameter, ratio).term / ratio**2).tolist()
+    return near if abs(near - far) < 0.1 * abs(near) else 0.0
+
+
+@functools.cache
+def has_corner(kind: str) -> bool:
+    """Whether the kind's term is no parabola near p = q: an error in a normaliser enters it as it is, not squared."""
+    return curvature_of(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0)) == 0
 
 
 def accumulator(tensor: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from kullback.backends.c import topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library
 from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
-from kullback.problem import formula, moments_of
+from kullback.problem import formula, has_corner, moments_of
 from kullback.work import VERBS, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
@@ -96,6 +96,7 @@ def source(variant: Variant) -> str:
         "KEEPS_SLOPES": has_fast
         and moments_of(variant.kind) is None
         and (variant.wants, variant.dx) == ((True, False), torch.float32),
+        "IS_SMOOTH": not has_corner(variant.kind),
         "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],

@@ -6,6 +6,7 @@
    INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
    KEEPS_SLOPES                       whether the sweep that sums a row that is far may leave each d_log_q in the gradient's
                                       memory: what is left to do costs a mass
+   IS_SMOOTH                          whether terms are parabolas near p = q
    HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
@@ -408,10 +409,13 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
         found->sums = (Sums){ 0, 0, 0, 0 };
         sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
         /* The sums' rounding is in the difference of log-sum-exps, and shows in the masses as an excess. Smooth kinds
-           have its square, and seldom too much of it; total_variation has it as it is. */
+           have its square, and seldom too much of it; total_variation has it as it is, and so have pieces that are merged
+           by their masses. */
         const Sums s = found->sums;
-        const double wrong = fabs(s.q_minus_p) * fmax(fabs(s.d_log_p), fabs(s.d_log_q));
-        if (!(wrong > 1e-6 * fabs(s.term) && wrong < MAX_SUM))
+        const double tolerated = a->verb == VERB_STATISTICS ? 0 : 1e-6 * fabs(s.term);
+        const double slope = IS_SMOOTH ? fmax(fabs(s.d_log_p), fabs(s.d_log_q)) : 0.5; /* 0 at a tie */
+        const double wrong = fabs(s.q_minus_p) * slope;
+        if (!(wrong > tolerated && wrong < MAX_SUM))
             break;
         found->input.sum_exp *= exp(0.5 * s.q_minus_p);
         found->target.sum_exp *= exp(-0.5 * s.q_minus_p);

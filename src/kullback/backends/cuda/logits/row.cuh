@@ -255,7 +255,8 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
             && align_at_peak(slice, pipeline, group, found.stats);
         if (again)
             continue;
-        const float wrong = fabsf(found.sums.q_minus_p) * fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q));
+        const float slope = IS_SMOOTH ? fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)) : 0.5f; /* 0 at a tie */
+        const float wrong = fabsf(found.sums.q_minus_p) * slope;
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
         if (again)
             found.stats.correction = -found.sums.q_minus_p;
