@@ -11,7 +11,18 @@ from kullback.backends.lowering import _terms, lowered, quotient, slopes_of
 from kullback.backends.printer import print_functor
 from kullback.divergences import DIVERGENCES, Divergence, Element
 from kullback.forms import FORMS, softmax_of
-from kullback.formula import TENSOR, Program, exp, geometric_mean, half_sign, log, log_geometric_mean, variable, where
+from kullback.formula import (
+    TENSOR,
+    Program,
+    _mass_times_exp,
+    exp,
+    geometric_mean,
+    half_sign,
+    log,
+    log_geometric_mean,
+    variable,
+    where,
+)
 from kullback.problem import Problem, Side, formula
 from tests import kinds, oracle
 from tests.kinds import KINDS
@@ -93,6 +104,7 @@ LOWERED = TENSOR | {
     "logit_sqrt": lambda *mass: logit_power(*mass, 0.5),
     "logit_log_geometric_mean": log_power_of_logits,
     "logit_tilted_mass": lambda *args: torch.exp(log_power_of_logits(*args[:-1]) - args[-1]),
+    "mass_times_exp": _mass_times_exp,
     "logit_log_fraction": lambda *args: args[-1],
     "logit_log2_fraction": lambda *args: args[-1] / math.log(2),
     "step": lambda x: (x > 0).double(),
@@ -227,7 +239,7 @@ def test_powers_of_logits_are_those_of_their_masses(alpha, generator):
     q, p = (TENSOR["logit_mass"](t, *softmax) for t in (x, y))
     torch.testing.assert_close(LOWERED["logit_sqrt"](x, *softmax), q.sqrt())
     both, ratio = p**alpha * q ** (1 - alpha), (y - x) * 0.7
-    torch.testing.assert_close(geometric_mean(p, q, ratio, alpha), both)
+    torch.testing.assert_close(geometric_mean(p, q, p.log(), q.log(), ratio, alpha), both)
     torch.testing.assert_close(log_geometric_mean(p, q, p.log(), q.log(), ratio, alpha), both.log())
     less = LOWERED["logit_tilted_mass"](y, *softmax, x, *softmax, None, alpha, 0.4)
     torch.testing.assert_close(less, both / math.exp(0.4))

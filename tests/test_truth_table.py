@@ -370,6 +370,117 @@ def test_alpha_of_rows_far_apart(order, backend, device, generator):
 
 
 @EVERY_BACKEND
+@pytest.mark.parametrize("gap", [14.0, 16.0, 20.0, 25.0])
+def test_total_variation_of_rows_that_one_token_has(gap, backend, device, generator):
+    """The rounding of a sum of masses is larger than what the rows differ by, and no square makes it less."""
+    y = torch.randn(200, 50, generator=generator)
+    y[:, 3] += gap
+    x = y + torch.randn(200, 50, generator=generator)
+    expected = oracle.divergence(x, y, "total_variation")
+    ours = kullback.divergence(x.to(device), y.to(device), "total_variation", reduction="none").cpu()
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=2e-14)  # some roundings of 1, squared
+
+
+POWERS = pytest.mark.parametrize(
+    ("kind", "options"),
+    [("chi2", {}), ("alpha", {"alpha": 2.0}), ("alpha", {"alpha": -1.0}), ("renyi", {"alpha": 1.5})],
+)
+
+
+def by_exponents(x, y, kind, alpha=2.0):
+    """Of log-masses in float64: no mass underflows, no power overflows."""
+    whole = torch.exp(alpha * y + (1 - alpha) * x).sum(-1)
+    if kind == "renyi":
+        return whole.log() / (alpha - 1)
+    if kind == "alpha":
+        return (1 - whole) / (alpha * (1 - alpha))
+    return (torch.exp(2 * y - x) - 2 * y.exp() + x.exp()).sum(-1)
+
+
+UNDERFLOWING = pytest.mark.parametrize(
+    ("student", "teacher"),
+    [
+        ([0.0, 0.01, -110.0], [0.0, 0.0, -100.0]),
+        ([0.0, 0.5, -115.0], [0.0, 0.0, -46.0]),
+        ([0.0, 1.0, -230.0], [0.0, 0.0, -110.0]),
+        ([0.0, 0.01, -750.0], [0.0, 0.0, -740.0]),
+        ([0.0, 0.0, 0.01], [-60.0, 0.0, 0.0]),
+    ],
+)
+
+
+@EVERY_BACKEND
+@POWERS
+@UNDERFLOWING
+@pytest.mark.parametrize("form", ["logits", "log_probs"])
+def test_quotients_of_masses_that_underflow(kind, options, form, student, teacher, backend, device):
+    expect_exponents(kind, options, torch.float32, form, student, teacher, device)
+
+
+@POWERS
+@UNDERFLOWING
+@pytest.mark.parametrize("form", ["logits", "log_probs"])
+def test_quotients_of_double_masses_that_underflow(kind, options, form, student, teacher, backend, device):
+    expect_exponents(kind, options, torch.float64, form, student, teacher, device)
+
+
+def expect_exponents(kind, options, dtype, form, student, teacher, device):
+    rows = [torch.tensor([row], dtype=dtype) for row in (student, teacher)]
+    rows = [row.log_softmax(-1) if form == "log_probs" else row for row in rows]
+    exact = [row.double().requires_grad_() for row in rows]
+    logs = [row.log_softmax(-1) if form == "logits" else row for row in exact]
+    truth = by_exponents(*logs, kind, **options)
+    gradients = torch.autograd.grad(truth.sum(), exact)
+    ours = [row.to(device).requires_grad_() for row in rows]
+    loss = kullback.divergence(*ours, kind, form=form, reduction="none", **options)
+    # Exponents in the hundreds are rounded; literal alpha and renyi are a difference from 1.
+    literal = 1e-6 if form == "log_probs" and kind != "chi2" else 1e-12
+    torch.testing.assert_close(loss.cpu().double(), truth.detach(), rtol=1e-4, atol=literal)
+    for mine, expected in zip(torch.autograd.grad(loss.sum(), ours), gradients, strict=True):
+        size = expected.abs().max().item()
+        torch.testing.assert_close(mine.cpu().double(), expected, rtol=1e-4, atol=1e-4 * size)
+
+
+@EVERY_BACKEND
+@POWERS
+@pytest.mark.parametrize("form", oracle.FORMS)
+def test_a_mass_over_none_that_a_power_makes_infinite(kind, options, form, backend, device):
+    """In whatever row: near ones are summed in another way than far ones."""
+    for second in (1.0, 1e-3, 5.0):
+        rows = torch.tensor([[0.0, second, -inf, 1.0]]), torch.tensor([[0.0, 1.0, 0.0, second]])
+        rows = rows[::-1] if options.get("alpha", 2.0) < 0 else rows
+        x, y = ((row.log_softmax(-1) if form == "log_probs" else row.softmax(-1)) for row in rows)
+        x, y = rows if form == "logits" else (x, y)
+        assert kullback.divergence(x.to(device), y.to(device), kind, form=form, **options) == inf
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forms", [("logits", "logits"), ("logits", "log_probs"), ("log_probs", "log_probs")])
+@pytest.mark.parametrize("masks", [(-1e4, -1e4), (-1e4, -inf), (-inf, -1e4), (-300.0, -150.0)])
+def test_masks_of_both_sides(kind, forms, masks, backend, device):
+    """Finite ones, infinite ones, or one of each: a mass that underflows is none."""
+    orders = [{"alpha": order} for order in (2.0, 3.0)] if kind in ("alpha", "renyi") else []
+    for options in (kinds.parameters(kind), *orders):
+        if orders and masks[0] < masks[1] and options["alpha"] > 1:
+            continue  # a power of one that underflows may be the largest number of all
+        x, y = torch.tensor([[0.0, 1.0, masks[0]]]), torch.tensor([[1.0, 0.0, masks[1]]])
+        if kind == "chi2" and masks[0] < masks[1]:
+            continue
+        given = [(row.log_softmax(-1) if form == "log_probs" else row) for row, form in zip((x, y), forms, strict=True)]
+        exact = [row[:, :2].double().requires_grad_() for row in given]
+        truth = oracle.divergence(*exact, kind, *forms, **options)
+        gradients = torch.autograd.grad(truth.sum(), exact)
+        ours = [row.to(device).requires_grad_() for row in given]
+        form = dict(zip(("form", "target_form"), forms, strict=True))
+        loss = kullback.divergence(*ours, kind, **form, reduction="none", **options)
+        torch.testing.assert_close(loss.cpu().double(), truth.detach(), rtol=1e-5, atol=1e-6)
+        for mine, expected in zip(torch.autograd.grad(loss.sum(), ours), gradients, strict=True):
+            torch.testing.assert_close(mine[:, :2].cpu().double(), expected, rtol=1e-5, atol=1e-6)
+            assert mine[0, 2] == 0
+
+
+@EVERY_BACKEND
 @pytest.mark.parametrize("kind", ["reverse_kl", "jeffreys"])
 @pytest.mark.parametrize("logit", [-58.0, -70.0, -84.0, -86.0])
 def test_a_small_mass_over_none_is_infinite(kind, logit, backend, device):

@@ -37,6 +37,7 @@ from kullback.formula import (
     mixture,
     ratio_or_zero,
     select_near,
+    select_normal,
     small_bennett,
     small_exp_remainder,
     small_expm1,
@@ -151,7 +152,7 @@ def reverse_kl(x: Pair) -> Element:
 def jeffreys(x: Pair) -> Element:
     """Σ (p - q) log(p/q)"""
     return Element(
-        -x.q_minus_p * x.ratio,
+        mass_times(-x.q_minus_p, x.ratio),
         mass_times(x.p, x.ratio) - x.q_minus_p,
         x.q_minus_p - mass_times(x.q, x.ratio),
     )
@@ -244,19 +245,16 @@ def hellinger(x: Pair) -> Element:
     return Element(0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference)
 
 
-def _chi2_of(m: Moments) -> Element:
-    surplus = m.chernoff(2.0) - 1.0
-    return Element(surplus, 2.0 * surplus, -surplus)
-
-
-@partial(Divergence, moments=_chi2_of)
+@partial(Divergence, moments=lambda m: _alpha_of(m, 2.0))
 def chi2(x: Pair) -> Element:
     """Σ (p - q)²/q"""
+    if x.centred:  # Σ p²/q - 1
+        return tilted_shortfall(x, 2.0, lambda log_c: Finish(expm1(log_c), 2.0 * exp(x.tilted_lse)))
     relative = ratio_or_zero(x.q_minus_p, x.q)
+    by_power = geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, 2.0) - x.p  # where q underflows p²/q may not
+    surplus = select_normal(x.q, -mass_times(x.p, relative), by_power)
     return Element(
-        x.q_minus_p * relative,
-        -(2.0 * mass_times(x.p, relative)),
-        2.0 * x.q_minus_p - x.q_minus_p * relative,
+        select_normal(x.q, x.q_minus_p * relative, surplus + x.q_minus_p), 2.0 * surplus, x.q_minus_p - surplus
     )
 
 
@@ -284,7 +282,7 @@ def alpha(x: Pair, alpha: Value) -> Element:
     scale = 1.0 / (alpha * other)
     if x.centred:
         return tilted_shortfall(x, alpha, lambda log_c: Finish(-(scale * expm1(log_c)), exp(x.tilted_lse)))
-    term = -(scale * geometric_mean(x.p, x.q, x.ratio, alpha))
+    term = -(scale * geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, alpha))
     return Element(term, alpha * term, other * term, lambda total: Finish(scale + total, 1.0))
 
 
@@ -303,7 +301,7 @@ def renyi(x: Pair, alpha: Value) -> Element:
     other = 1.0 - alpha
     if x.centred:
         return tilted_shortfall(x, alpha, lambda log_c: Finish(-log_c / other, alpha * exp(x.tilted_lse - log_c)))
-    term = geometric_mean(x.p, x.q, x.ratio, alpha)
+    term = geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, alpha)
     return Element(
         term,
         alpha * term,
@@ -321,8 +319,9 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     q_less = select_near(over_q, 0.5, -(x.q * small_expm1(over_q)), x.q - w)
     d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
     near = x.p * ((1.0 / alpha) * exp_remainder(x.ratio) - 1.0 / (alpha * other) * exp_remainder(other * x.ratio))
+    far = where(w < math.inf, d_log_p + d_log_q, -1.0 / (alpha * other) * w)  # ∞ is not to be subtracted from ∞
     return Element(
-        select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
+        select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, far),
         d_log_p,
         d_log_q,
         lambda total: finish(x.tilted_lse + log1p(-(alpha * other * total))),

@@ -147,9 +147,14 @@ def mixture(a: Value, p: Value, b: Value, q: Value) -> Value:
     return _apply("mixture", a, p, b, q)
 
 
-def geometric_mean(p: Value, q: Value, ratio: Value, a: Value) -> Value:
-    """p^a q^(1-a), of p, q and ratio = log(p/q)."""
-    return _apply("geometric_mean", p, q, ratio, a)
+def select_normal(mass: Value, normal: Value, underflown: Value) -> Value:
+    """`normal` where the mass is a normal number, else `underflown`. Where all are, it is left out."""
+    return _apply("select_normal", mass, normal, underflown)
+
+
+def geometric_mean(p: Value, q: Value, log_p: Value, log_q: Value, ratio: Value, a: Value) -> Value:
+    """p^a q^(1-a), of p, q, their logarithms and ratio = log(p/q); also where a mass underflows and this does not."""
+    return _apply("geometric_mean", p, q, log_p, log_q, ratio, a)
 
 
 def log_geometric_mean(p: Value, q: Value, log_p: Value, log_q: Value, ratio: Value, a: Value) -> Value:
@@ -228,10 +233,23 @@ def _logit_mass(x: Tensor, maximum: Tensor, inv_temperature: Tensor, inv_sum_exp
     return torch.exp((x - maximum) * inv_temperature) * inv_sum_exp
 
 
-def _geometric_mean(p: Tensor, q: Tensor, ratio: Tensor, a: Value) -> Tensor:
-    # From the larger of p and q: for 0 < a < 1 the power of their ratio cannot overflow.
+def _select_normal(mass: Tensor, normal: Tensor, underflown: Tensor) -> Tensor:
+    return torch.where(mass < torch.finfo(mass.dtype).tiny, underflown, normal)
+
+
+def _geometric_mean(p: Tensor, q: Tensor, log_p: Tensor, log_q: Tensor, ratio: Tensor, a: Value) -> Tensor:
+    # From the larger of p and q, whose logarithm is the smaller number.
     is_less = ratio < 0.0
-    return torch.where(is_less, q, p) * torch.exp(torch.where(is_less, a * ratio, (a - 1.0) * ratio))
+    log_larger, power = torch.where(is_less, log_q, log_p), torch.where(is_less, a * ratio, (a - 1.0) * ratio)
+    return _mass_times_exp(torch.where(is_less, q, p), log_larger, power)
+
+
+def _mass_times_exp(mass: Tensor, log_mass: Tensor, x: Tensor) -> Tensor:
+    """mass · exp(x), also where the mass underflows or the exponential overflows."""
+    limits = torch.finfo(mass.dtype)
+    by_logs = (mass < limits.tiny) | (x > math.log(limits.max))
+    factor = torch.exp(torch.where(by_logs, log_mass + x, x))
+    return factor * torch.where(by_logs, 1.0, mass)
 
 
 def _log_geometric_mean(p: Tensor, q: Tensor, log_p: Tensor, log_q: Tensor, ratio: Tensor, a: Value) -> Tensor:
@@ -353,6 +371,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "ratio_or_zero": _ratio_or_zero,
     "fraction": _fraction,
     "mixture": lambda a, p, b, q: a * p + b * q,
+    "select_normal": _select_normal,
     "geometric_mean": _geometric_mean,
     "log_geometric_mean": _log_geometric_mean,
     "log_quotient": _log_quotient,

@@ -111,7 +111,7 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     a = problem.chernoff_exponent
     of_p, of_q = masses.p, masses.q
     if a is not None:
-        of_p = of_q = geometric_mean(masses.p, masses.q, masses.ratio, a)
+        of_p = of_q = geometric_mean(*masses[:5], a)
     # A piece that lacks a side's mass is all said by the masses.
     lacks = (masses.p == 0) | (masses.q == 0)
 
@@ -132,13 +132,14 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
 
 def _merge_tilted(problem: Problem, each: RowStats, input_lse: Tensor, target_lse: Tensor) -> RowStats:
     """The same of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
-    a = problem.parameter
+    a = problem.chernoff_exponent
+    assert a is not None
     masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
     lacks = (masses.p == 0) | (masses.q == 0)
     log_of = log_geometric_mean(masses.p, masses.q, masses.log_p, masses.log_q, masses.ratio, a)
     log_parts = log_of + torch.where(log_of.isinf(), 0.0, each.tilted_lse + torch.log1p(-a * (1 - a) * each.term))
     tilted_lse = far_tilted_lse(log_parts.logsumexp(0))
-    between = problem.divergence(masses, a)
+    between = problem.divergence(masses, *problem.parameters.values())
     of_far = (log_of.exp() - log_parts.exp()) / (a * (1 - a))
 
     def total(of_pieces: Tensor, own: Tensor, factor: float) -> Tensor:

@@ -8,6 +8,20 @@ INLINE real safe_select_near(real x, real bound, real near, real far)
     return safe_abs(x) < bound ? near : far;
 }
 
+INLINE real safe_select_normal(real mass, real normal, real underflown)
+{
+    return mass < SMALLEST_NORMAL ? underflown : normal;
+}
+
+#define HIGHEST_EXPONENT (REAL_IS_DOUBLE ? (real)709 : (real)88) /* whose power is a number */
+
+/* mass · exp(x), also where the mass underflows or the exponential overflows */
+INLINE real safe_mass_times_exp(real mass, real log_mass, real x)
+{
+    const int by_logs = (mass < SMALLEST_NORMAL) | (x > HIGHEST_EXPONENT);
+    return (by_logs ? (real)1 : mass) * safe_exp(by_logs ? log_mass + x : x);
+}
+
 INLINE real safe_half_sign(real x)
 {
     const real less = x < 0 ? (real)-0.5 : (real)0;
@@ -174,6 +188,18 @@ INLINE real safe_bennett(real z)
 #define in_range_small_expm1 safe_small_expm1
 #define in_range_small_bennett safe_small_bennett
 #define in_range_log_mix safe_log_mix
+
+INLINE real in_range_select_normal(real mass, real normal, real underflown)
+{
+    (void)mass, (void)underflown;
+    return normal;
+}
+
+INLINE real in_range_mass_times_exp(real mass, real log_mass, real x)
+{
+    (void)log_mass;
+    return mass * in_range_exp(x);
+}
 
 INLINE real in_range_mass_times(real mass, real x) { return mass * x; }
 INLINE real in_range_fraction(real part, real whole) { return in_range_ratio_or_zero(part, whole); }

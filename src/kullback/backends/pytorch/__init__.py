@@ -37,12 +37,20 @@ from kullback.work import Gather, Operands, Rows, Scale, Scatter, Work
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
 
+
+def _geometric_mean(p: Tensor, q: Tensor, ratio: Tensor, a: Value) -> Tensor:
+    is_less = ratio < 0
+    return torch.where(is_less, q, p) * torch.where(is_less, a * ratio, (a - 1.0) * ratio).exp_()
+
+
 # Where no mass is 0 or negative and none infinite the guards have nothing to guard. Where one is, these give NaN
 # or an infinity, but for the quotient of two negative masses.
 IN_RANGE: Mapping[str, Callable[..., Any]] = {
     **TENSOR,
     "mass_times": torch.mul,
     "ratio_or_zero": operator.truediv,
+    "select_normal": lambda mass, normal, underflown: normal,
+    "geometric_mean": lambda p, q, log_p, log_q, ratio, a: _geometric_mean(p, q, ratio, a),
     "fraction": operator.truediv,
     "sqrt": torch.sqrt,
     "log_quotient": lambda p, q: torch.div(p, q).log_(),

@@ -17,6 +17,7 @@ namespace kullback {
 #define fast_exp_remainder safe_exp_remainder
 #define fast_small_exp_remainder safe_exp_remainder
 #define fast_fraction in_range_ratio_or_zero
+#define fast_select_normal in_range_select_normal
 #define fast_small_expm1 fast_expm1
 #define fast_bennett safe_bennett
 #define fast_small_bennett safe_small_bennett
@@ -160,6 +161,7 @@ INLINE real stable_logit_tilted_mass(real y, real y_max, real y_scale, real y_in
 #define stable_mass_times fast_mass_times
 #define stable_ratio_or_zero fast_ratio_or_zero
 #define stable_fraction in_range_ratio_or_zero
+#define stable_select_normal in_range_select_normal
 #define stable_mixture fast_mixture
 
 INLINE real stable_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
