@@ -68,7 +68,7 @@ FACTS = {
     "chi2": Facts(
         0.5,
         INF,
-        centred=lambda p, q: (p - q) ** 2 / q / 2,  # as alpha's of order 2, whose sum it is finished with
+        centred=lambda p, q: (p - q) ** 2 / q,
         holds_far_rows=False,  # p²/q overflows
     ),
     "alpha": Facts(

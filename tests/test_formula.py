@@ -103,6 +103,7 @@ def log_power_of_logits(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_i
 LOWERED = TENSOR | {
     "logit_sqrt": lambda *mass: logit_power(*mass, 0.5),
     "logit_log_geometric_mean": log_power_of_logits,
+    "logit_geometric_mean": lambda *args: torch.exp(log_power_of_logits(*args)),
     "logit_tilted_mass": lambda *args: torch.exp(log_power_of_logits(*args[:-1]) - args[-1]),
     "mass_times_exp": _mass_times_exp,
     "logit_log_fraction": lambda *args: args[-1],

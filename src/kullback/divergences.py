@@ -245,17 +245,27 @@ def hellinger(x: Pair) -> Element:
     return Element(0.5 * difference * difference, -(0.5 * root_p * difference), 0.5 * root_q * difference)
 
 
-@partial(Divergence, moments=lambda m: _alpha_of(m, 2.0))
+def _chi2_of(m: Moments) -> Element:
+    surplus = m.chernoff(2.0) - 1.0
+    return Element(surplus, 2.0 * surplus, -surplus)
+
+
+@partial(Divergence, moments=_chi2_of)
 def chi2(x: Pair) -> Element:
     """Σ (p - q)²/q"""
-    if x.centred:  # Σ p²/q - 1
-        return tilted_shortfall(x, 2.0, lambda log_c: Finish(expm1(log_c), 2.0 * exp(x.tilted_lse)))
-    relative = ratio_or_zero(x.q_minus_p, x.q)
-    by_power = geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, 2.0) - x.p  # where q underflows p²/q may not
-    surplus = select_normal(x.q, -mass_times(x.p, relative), by_power)
-    return Element(
-        select_normal(x.q, x.q_minus_p * relative, surplus + x.q_minus_p), 2.0 * surplus, x.q_minus_p - surplus
-    )
+    power = geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, 2.0)  # p²/q, which may be a number where q is none
+    far = power - x.p
+    if x.centred:
+        relative = small_expm1(x.ratio)  # p/q - 1
+        surplus = select_near(x.ratio, 0.5, x.p * relative, far)
+        term = select_near(x.ratio, 0.5, -(x.q_minus_p * relative), far + x.q_minus_p)
+        d_log_q = select_near(x.ratio, 0.5, x.q_minus_p - x.p * relative, x.q - power)
+    else:
+        relative = ratio_or_zero(x.q_minus_p, x.q)  # 1 - p/q
+        surplus = select_normal(x.q, -mass_times(x.p, relative), far)
+        term = select_normal(x.q, x.q_minus_p * relative, far + x.q_minus_p)
+        d_log_q = x.q_minus_p - surplus
+    return Element(term, 2.0 * surplus, d_log_q)
 
 
 def is_order(alpha: float) -> bool:
@@ -319,9 +329,8 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     q_less = select_near(over_q, 0.5, -(x.q * small_expm1(over_q)), x.q - w)
     d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
     near = x.p * ((1.0 / alpha) * exp_remainder(x.ratio) - 1.0 / (alpha * other) * exp_remainder(other * x.ratio))
-    far = where(w < math.inf, d_log_p + d_log_q, -1.0 / (alpha * other) * w)  # ∞ is not to be subtracted from ∞
     return Element(
-        select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, far),
+        select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,
         d_log_q,
         lambda total: finish(x.tilted_lse + log1p(-(alpha * other * total))),

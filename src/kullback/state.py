@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
@@ -162,7 +163,7 @@ FAR_TILTED_LSE = 0.5
 
 def far_tilted_lse(log_chernoff: Tensor) -> Tensor:
     """Of log Σ p^a q^(1-a): what a row's sums are taken against."""
-    is_far = (log_chernoff.abs() >= FAR_TILTED_LSE) & log_chernoff.isfinite()
+    is_far = (log_chernoff.abs() >= FAR_TILTED_LSE) & (log_chernoff > -math.inf)
     return torch.where(is_far, log_chernoff, 0.0)
 
 

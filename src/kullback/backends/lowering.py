@@ -37,6 +37,8 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
         case "sqrt", (x,) if _are_logit_masses(x):
             return node("logit_sqrt", *x.args)
         case "geometric_mean", (p, q, log_p, log_q, ratio, a):
+            if _are_logit_masses(p, q):
+                return node("logit_geometric_mean", *p.args, *q.args, ratio, a)
             larger, log_larger = where(ratio < 0.0, q, p), where(ratio < 0.0, log_q, log_p)
             return node("mass_times_exp", larger, log_larger, where(ratio < 0.0, a * ratio, (a - 1.0) * ratio))
         case "log_geometric_mean", (p, q, log_p, log_q, ratio, a):

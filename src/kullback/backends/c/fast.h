@@ -91,3 +91,10 @@ INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_
     const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) - log_total;
     return saturating_ex2((ratio < 0 ? x_exponent : y_exponent) + power * 1.44269504f);
 }
+
+/* p^a q^(1-a) */
+INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                      real x_inv_sum_exp, real ratio, real a)
+{
+    return fast_logit_tilted_mass(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a, 0);
+}

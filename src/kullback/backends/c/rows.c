@@ -258,7 +258,7 @@ static Softmax softmax_of(double lse, double temperature)
 #endif
 
 #if HAS_TILTED_LSE
-static int is_far_lse(double lse) { return fabs(lse) >= FAR_TILTED_LSE && fabs(lse) < INFINITY; }
+static int is_far_lse(double lse) { return fabs(lse) >= FAR_TILTED_LSE && lse > -INFINITY; }
 
 /* The row's log Σ p^a q^(1-a) */
 NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters)
@@ -271,6 +271,8 @@ NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, So
         const real value = safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameters);
         top = value > top ? value : top;
     }
+    if (top == REAL_INFINITY)
+        return top;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real part = 0;

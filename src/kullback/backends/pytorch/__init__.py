@@ -179,6 +179,9 @@ class Piece:
             log_tilted = self.run(["log_tilted"], lambda result: result)["log_tilted"]
             stats = stats._replace(tilted_lse=far_tilted_lse(log_sum_exp(log_tilted)))
         sums = self.accumulate(stats)
+        if self.problem.formula.has_tilted_lse:  # against an infinite one an infinite mass would be NaN
+            is_finite = stats.tilted_lse < math.inf
+            sums = RowSums._make(torch.where(is_finite, total, 0.0) for total in sums)
         return stats._replace(term=sums.term, d_log_p=sums.d_log_p, d_log_q=sums.d_log_q)
 
     def accumulate(self, stats: RowStats) -> RowSums:

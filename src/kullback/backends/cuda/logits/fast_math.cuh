@@ -61,6 +61,14 @@ INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv
     return ex2(fmaf(x, 0.5f * base_2(inv_temperature), -half)) * sqrtf(inv_sum_exp);
 }
 
+/* p^a q^(1-a) */
+INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real, real, real, real, real ratio,
+                                      real a)
+{
+    const real y_less = IS_COARSE ? y_max : mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
+    return ex2(fmaf((a - 1) * 1.44269504f, ratio, fmaf(y, base_2(y_scale), -y_less)));
+}
+
 /* p^a q^(1-a) / exp(log_total) */
 INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
                                    real x_inv_sum_exp, real ratio, real a, real log_total)
@@ -144,6 +152,12 @@ INLINE real stable_logit_tilted_mass(real y, real y_max, real y_scale, real y_in
     const real x_exponent = fmaf(x, base_2(x_scale), -mul_rn(x_max, base_2(x_scale))) + lg2(x_inv_sum_exp);
     const real power = (ratio < 0 ? a * ratio : (a - 1) * ratio) - log_total;
     return ex2(fmaf(power, 1.44269504f, ratio < 0 ? x_exponent : y_exponent));
+}
+
+INLINE real stable_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                        real x_inv_sum_exp, real ratio, real a)
+{
+    return stable_logit_tilted_mass(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a, 0);
 }
 
 #define stable_abs safe_abs

@@ -132,10 +132,10 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
     double sum = 0;
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) { sum += (double)safe_exp(log_tilted(x, y) - top.x); });
     found.sums = all_reduced(a, pipeline, group, Sums { (float)sum });
-    const float lse = top.x + logf(found.sums.term);
+    const float lse = top.x == REAL_INFINITY ? top.x : top.x + logf(found.sums.term);
     found.mode = SAFE;
     found.sums = {};
-    if (warp_all(fabsf(lse) >= FAR_TILTED_LSE && fabsf(lse) < REAL_INFINITY))
+    if (warp_all(fabsf(lse) >= FAR_TILTED_LSE && lse > -REAL_INFINITY))
         found.stats.tilted_lse = lse;
 }
 #endif
