@@ -12,6 +12,9 @@ from tests.kinds import FACTS, KINDS, SMOOTH
 from tests.samples import sample
 from tests.tolerances import LOSS, relative_error
 
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+EVERY_BACKEND = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
+
 INF, NAN = math.inf, math.nan
 TINY = 1e-42  # subnormal in float32
 
@@ -261,15 +264,12 @@ def test_peaked_logits_of_a_large_vocabulary(kind, backend, device, generator):
     torch.testing.assert_close(loss.double(), truth, rtol=LOSS, atol=1e-6)
 
 
+@EVERY_BACKEND
 @pytest.mark.parametrize("kind", kinds.having(holds_far_rows=False))
 def test_peaked_logits_that_float32_does_not_hold(kind, backend, device, generator):
     x, y = peaked_rows(device, generator)
     loss = kullback.divergence(x, y, kind, reduction="none", **kinds.parameters(kind))
     assert (loss > 20).all(), "no NaN, and no small number"
-
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-EVERY_BACKEND = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
 
 
 @EVERY_BACKEND

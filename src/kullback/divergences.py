@@ -254,18 +254,13 @@ def _chi2_of(m: Moments) -> Element:
 def chi2(x: Pair) -> Element:
     """Σ (p - q)²/q"""
     power = geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, 2.0)  # p²/q, which may be a number where q is none
-    far = power - x.p
-    if x.centred:
-        relative = small_expm1(x.ratio)  # p/q - 1
-        surplus = select_near(x.ratio, 0.5, x.p * relative, far)
-        term = select_near(x.ratio, 0.5, -(x.q_minus_p * relative), far + x.q_minus_p)
-        d_log_q = select_near(x.ratio, 0.5, x.q_minus_p - x.p * relative, x.q - power)
-    else:
-        relative = ratio_or_zero(x.q_minus_p, x.q)  # 1 - p/q
-        surplus = select_normal(x.q, -mass_times(x.p, relative), far)
-        term = select_normal(x.q, x.q_minus_p * relative, far + x.q_minus_p)
-        d_log_q = x.q_minus_p - surplus
-    return Element(term, 2.0 * surplus, d_log_q)
+    relative = ratio_or_zero(x.q_minus_p, x.q)
+    shortfall = mass_times(x.p, relative)  # p - p²/q
+    return Element(
+        select_normal(x.q, x.q_minus_p * relative, power - x.p + x.q_minus_p),
+        select_normal(x.q, -(2.0 * shortfall), 2.0 * (power - x.p)),
+        select_normal(x.q, x.q_minus_p + shortfall, x.q - power),
+    )
 
 
 def is_order(alpha: float) -> bool:

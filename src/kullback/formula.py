@@ -148,7 +148,7 @@ def mixture(a: Value, p: Value, b: Value, q: Value) -> Value:
 
 
 def select_normal(mass: Value, normal: Value, underflown: Value) -> Value:
-    """`normal` where the mass is a normal number, else `underflown`. Where all are, it is left out."""
+    """`normal` where the mass is a normal number, else `underflown`, which may be had for other masses too."""
     return _apply("select_normal", mass, normal, underflown)
 
 

@@ -49,7 +49,7 @@ INLINE real fast_mass_times(real mass, real x) { return mass * x; }
 INLINE real fast_ratio_or_zero(real x, real y) { return x / (y > 1e-37f ? y : 1e-37f); }
 #define fast_mixture safe_mixture
 #define fast_fraction fast_ratio_or_zero
-#define fast_select_normal in_range_select_normal
+#define fast_select_normal(mass, normal, underflown) (underflown)
 
 INLINE real fast_log_mix(real ratio, real a, real b)
 {

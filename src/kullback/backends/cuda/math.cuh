@@ -66,7 +66,7 @@ INLINE real safe_exp(real x)
 {
     const real bounded = x < -200.0f ? -200.0f : x > 200.0f ? 200.0f : x; /* NaN stays */
     const real result = in_range_exp(bounded);
-    return bounded > 100.0f ? REAL_INFINITY : result; /* where inf · 0 was added */
+    return bounded > 88.7228f ? REAL_INFINITY : result; /* where inf times a correction, which has any sign, was added */
 }
 
 /* log x of a normal positive number */

@@ -17,7 +17,7 @@ namespace kullback {
 #define fast_exp_remainder safe_exp_remainder
 #define fast_small_exp_remainder safe_exp_remainder
 #define fast_fraction in_range_ratio_or_zero
-#define fast_select_normal in_range_select_normal
+#define fast_select_normal(mass, normal, underflown) (underflown)
 #define fast_small_expm1 fast_expm1
 #define fast_bennett safe_bennett
 #define fast_small_bennett safe_small_bennett
