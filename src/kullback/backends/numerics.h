@@ -47,21 +47,19 @@ INLINE real safe_logit_log_geometric_mean(real y, real y_max, real y_scale, real
     return (ratio < 0 ? log_q : log_p) + (ratio < 0 ? a * ratio : (a - 1) * ratio);
 }
 
-/* p^a q^(1-a) */
-INLINE real safe_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
-                                      real x_inv_sum_exp, real ratio, real a)
-{
-    const int is_less = ratio < 0;
-    const real z = is_less ? (x - x_max) * x_scale : (y - y_max) * y_scale, inv = is_less ? x_inv_sum_exp : y_inv_sum_exp;
-    return safe_mass_times_exp(safe_exp(z) * inv, z + safe_log(inv), is_less ? a * ratio : (a - 1) * ratio);
-}
-
 /* p^a q^(1-a) / exp(log_total) */
 INLINE real safe_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
                                    real x_inv_sum_exp, real ratio, real a, real log_total)
 {
     return safe_exp(safe_logit_log_geometric_mean(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a)
                     - log_total);
+}
+
+/* p^a q^(1-a) */
+INLINE real safe_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
+                                      real x_inv_sum_exp, real ratio, real a)
+{
+    return safe_exp(safe_logit_log_geometric_mean(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a));
 }
 
 /* cap · tanh(x / cap), and its derivative from its value */

@@ -96,5 +96,6 @@ INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_
 INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,
                                       real x_inv_sum_exp, real ratio, real a)
 {
-    return fast_logit_tilted_mass(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a, 0);
+    (void)x, (void)x_max, (void)x_scale, (void)x_inv_sum_exp;
+    return saturating_ex2(((y - y_max) * base_2(y_scale) + (a - 1) * ratio * 1.44269504f)) * y_inv_sum_exp;
 }
