@@ -10,7 +10,7 @@
 
 namespace kullback {
 
-/* Largest logits; NaN, if there is one */
+/* Largest logits, or estimates that serve as such; NaN, if there is one */
 struct alignas(8) RowMax {
     float x, y;
 };
