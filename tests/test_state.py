@@ -1,5 +1,7 @@
 """Statistics and sums of rows are monoids; a row in pieces gives the whole row's result, in every backend."""
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,6 +41,15 @@ LITERAL = [(kind, form, form) for kind in KINDS for form in ("probs", "log_probs
 
 def problem_of(kind, form, target_form=None, **options):
     return Problem(kind, Side(form, **options), Side(target_form or form, **options), *kinds.values(kind))
+
+
+def test_a_pickled_problem_leaves_its_hash_behind():
+    """Hashes of names differ between processes."""
+    problem = problem_of("renyi", "logits", temperature=0.7)
+    hash(problem)
+    other = pickle.loads(pickle.dumps(problem))
+    assert other == problem
+    assert "_hash" not in vars(other)
 
 
 def statistics(problem, x, y):
