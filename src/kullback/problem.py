@@ -95,7 +95,9 @@ class Problem:
     @functools.cached_property
     def curvature(self) -> float:
         """c₂ of term = √(p·q)·(c₂·log²(p/q) + …) near p = q; 0 of a kind that has a corner there."""
-        return curvature_of(self.kind, self.parameter)
+        ratio = torch.tensor([1e-3, 2e-3], dtype=torch.float64, device="cpu")
+        near, far = (element_at(self.kind, self.parameter, ratio).term / ratio**2).tolist()
+        return near if abs(near - far) < 0.1 * abs(near) else 0.0
 
     @functools.cached_property
     def formula(self) -> Formula:
@@ -201,17 +203,11 @@ def element_at(kind: str, parameter: float, ratio: Tensor) -> Element:
     return DIVERGENCES[kind](masses, *([] if DIVERGENCES[kind].parameter is None else [parameter]))
 
 
-def curvature_of(kind: str, parameter: float) -> float:
-    """`Problem.curvature`."""
-    ratio = torch.tensor([1e-3, 2e-3], dtype=torch.float64, device="cpu")
-    near, far = (element_at(kind, parameter, ratio).term / ratio**2).tolist()
-    return near if abs(near - far) < 0.1 * abs(near) else 0.0
-
-
 @functools.cache
 def has_corner(kind: str) -> bool:
     """Whether the kind's term is no parabola near p = q: an error in a normaliser enters it as it is, not squared."""
-    return curvature_of(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0)) == 0
+    default = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
+    return Problem(kind, Side("logits"), Side("logits"), default).curvature == 0
 
 
 def accumulator(tensor: Tensor) -> torch.dtype:

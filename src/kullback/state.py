@@ -133,14 +133,13 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
 
 def _merge_tilted(problem: Problem, each: RowStats, input_lse: Tensor, target_lse: Tensor) -> RowStats:
     """The same of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
-    a = problem.chernoff_exponent
-    assert a is not None
+    a = problem.parameter
     masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
     lacks = (masses.p == 0) | (masses.q == 0)
     log_of = log_geometric_mean(masses.p, masses.q, masses.log_p, masses.log_q, masses.ratio, a)
     log_parts = log_of + torch.where(log_of.isinf(), 0.0, each.tilted_lse + torch.log1p(-a * (1 - a) * each.term))
     tilted_lse = far_tilted_lse(log_parts.logsumexp(0))
-    between = problem.divergence(masses, *problem.parameters.values())
+    between = problem.divergence(masses, a)
     of_far = (log_of.exp() - log_parts.exp()) / (a * (1 - a))
 
     def total(of_pieces: Tensor, own: Tensor, factor: float) -> Tensor:

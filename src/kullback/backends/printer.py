@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -189,9 +188,7 @@ def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str)
     def spell(operand: float | str | int) -> str:
         if isinstance(operand, str):
             return names.get(operand, operand)
-        if isinstance(operand, int):
-            return values[operand]
-        return "REAL_INFINITY" if operand == math.inf else f"({kind}){operand!r}"
+        return values[operand] if isinstance(operand, int) else f"({kind}){operand!r}"
 
     for index, step in enumerate(program.steps):
         operands = [spell(operand) for operand in step.operands]
