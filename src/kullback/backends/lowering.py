@@ -16,11 +16,11 @@ from kullback.problem import formula
 
 def lowered(kind: str, form: str, target_form: str) -> Mapping[str, Value]:
     """`Formula.element` for kernels: a mass of a logit is a power, and so is what is made of such masses."""
-    lower = _rewriter(_lower)
+    lower = rewriter(_lower)
     return {name: lower(value) for name, value in formula(kind, form, target_form).element.items()}
 
 
-def _rewriter(rule: Callable[[str, tuple[Value, ...]], Value]) -> Callable[[Value], Value]:
+def rewriter(rule: Callable[[str, tuple[Value, ...]], Value]) -> Callable[[Value], Value]:
     """The rule applied to each node of an expression, operands first."""
 
     @functools.cache

@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kullback.backends.lowering import rewriter
 from kullback.backends.pytorch import topk
 from kullback.forms import FORMS, SIDES
-from kullback.formula import TENSOR, Value
-from kullback.problem import Problem, Side, accumulator
+from kullback.formula import TENSOR, Program, Value, node
+from kullback.problem import Problem, Side, accumulator, formula
 from kullback.state import (
     Mode,
     RowState,
@@ -49,13 +51,29 @@ IN_RANGE: Mapping[str, Callable[..., Any]] = {
     **TENSOR,
     "mass_times": torch.mul,
     "ratio_or_zero": operator.truediv,
-    "select_normal": lambda mass, normal, underflown: normal,
-    "geometric_mean": lambda p, q, log_p, log_q, ratio, a: _geometric_mean(p, q, ratio, a),
+    "in_range_geometric_mean": _geometric_mean,
     "fraction": operator.truediv,
     "sqrt": torch.sqrt,
     "log_quotient": lambda p, q: torch.div(p, q).log_(),
     "log_difference": operator.sub,
 }
+
+
+@functools.cache
+def in_range_program(kind: str, form: str, target_form: str, outputs: tuple[str, ...]) -> Program:
+    """The outputs without what is there for masses that underflow: what nothing asks for then is not computed."""
+    rewrite = rewriter(_without_underflow)
+    element = formula(kind, form, target_form).element
+    return Program({name: rewrite(element[name]) for name in outputs})
+
+
+def _without_underflow(op: str, args: tuple[Value, ...]) -> Value:
+    match op, args:
+        case "select_normal", (_, normal, _):
+            return normal
+        case "geometric_mean", (p, q, _, _, ratio, a):
+            return node("in_range_geometric_mean", p, q, ratio, a)
+    return node(op, *args)
 
 
 def why_not(work: Work) -> str | None:
@@ -218,7 +236,12 @@ class Piece:
         """The outputs, reduced: without guards first, and again with them if their sum is not finite."""
         # Kept until the next chunk is there: glibc gives memory freed all at once back to the system, and the next
         # chunk's temporaries would be faulted in again (measured: up to 2.5 x the time).
-        self.results = self.problem.program(*outputs).run(self.variables, self.operations)
+        problem = self.problem
+        if self.operations is IN_RANGE:
+            program = in_range_program(problem.kind, problem.input.form, problem.target.form, tuple(outputs))
+        else:
+            program = problem.program(*outputs)
+        self.results = program.run(self.variables, self.operations)
         reduced = {name: reduce(result) for name, result in self.results.items()}
         if self.operations is IN_RANGE and not all(math.isfinite(value.sum().item()) for value in reduced.values()):
             self.operations = TENSOR
