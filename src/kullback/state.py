@@ -6,8 +6,8 @@
     gradient(piece, state)
 
 Whoever has the whole row gets loss, state and gradients from one launch. Pieces of a row (of a chunk, of a rank) go
-through the four steps, and give the whole row's result. All numbers are float64, [rows] each; kernels read and write
-them packed, [fields, rows].
+through the four steps, and give the whole row's result. All numbers are float64 where the device has it, [rows] each;
+kernels read and write them packed, [fields, rows].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kullback.divergences import Pair
 from kullback.formula import geometric_mean, log_difference, log_geometric_mean, select_near
-from kullback.problem import Problem
+from kullback.problem import Problem, accumulator
 
 
 class Mode(enum.IntEnum):
@@ -83,7 +83,7 @@ def fields(record: type[RowStats | RowState], has_tilted_lse: bool) -> tuple[str
 
 def packed(rows: int, count: int, like: Tensor) -> Tensor:
     """Memory for so many numbers of each row."""
-    return like.new_empty((count, rows), dtype=torch.float64)
+    return like.new_empty((count, rows), dtype=accumulator(like))
 
 
 def unpacked(record: type[Record], known: Tensor) -> Record:
@@ -193,8 +193,11 @@ def finish(problem: Problem, stats: RowStats, sums: RowSums) -> tuple[Tensor, Ro
         is_near = term.isfinite() & correction.isfinite() & (stats.tilted_lse == 0)
         term = torch.where(is_near, (term + correction).clamp(min=0), term)
     done = problem.formula.finish.run({"total": term, "tilted_lse": stats.tilted_lse, **problem.parameters})
-    log_z_diff = stats.target_lse - stats.input_lse
-    d_loss = torch.as_tensor(done["derivative"], dtype=term.dtype, device=term.device).expand_as(term)
+    derivative = done["derivative"]
+    d_loss = derivative if isinstance(derivative, Tensor) else term.new_full((), derivative)
+    return done["loss"], state_of(stats, sums, d_loss.expand_as(term))
+
+
+def state_of(stats: RowStats, sums: RowSums, d_loss: Tensor) -> RowState:
     lse = stats.input_lse, stats.target_lse
-    state = RowState(*lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)
-    return done["loss"], state
+    return RowState(*lse, lse[1] - lse[0], sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)
