@@ -9,7 +9,7 @@ import torch
 import kullback
 from kullback import divergences
 from kullback.backends.cuda import literal, logits, plan
-from kullback.backends.cuda.launch import compile_cubin
+from kullback.backends.cuda.launch import compiled
 from kullback.cli import reference
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, Side
@@ -126,12 +126,12 @@ def test_its_cuda_kernels_compile(triangular, arch):
             wants,
             (False, False),
         )
-        assert compile_cubin(logits.source(variant, shape), arch, ("-warn-spills", "-Werror"))
+        assert compiled(logits.source(variant, shape), arch, ("-warn-spills", "-Werror"))
     variant = literal.Variant(
         KIND, "probs", "probs", torch.float32, torch.float32, torch.float64, torch.float32, "loss", False, True, wants
     )
     shape = plan.shape(plan.THREADS, True, torch.float32, torch.float32, 1)
-    assert compile_cubin(literal.source(variant, shape), arch, ("-warn-spills", "-Werror"))
+    assert compiled(literal.source(variant, shape), arch, ("-warn-spills", "-Werror"))
 
 
 def test_its_rows_in_tables_are_written_by_a_command(triangular, tmp_path):

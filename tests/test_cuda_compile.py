@@ -18,7 +18,7 @@ import torch
 
 from kullback.backends.build import BuildError
 from kullback.backends.cuda import literal, logits, plan, scale, topk
-from kullback.backends.cuda.launch import compile_cubin
+from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
 from kullback.backends.printer import print_functor, print_layout, print_slopes
 from kullback.formula import TENSOR
@@ -49,7 +49,7 @@ class Logits(NamedTuple):
     """What is asked of rows of logits."""
 
     vocab: int
-    fits: bool  # whether rows can stay on chip
+    fits: bool  # whether rows stay on chip
     wants: tuple[bool, bool]
     verb: Verb = "loss"
     known: bool = False
@@ -143,7 +143,9 @@ class Case(NamedTuple):
         side = lambda form: Side(form, softcap=float(mode.capped))
         problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
         is_streamed = mode.known or mode.verb == "accumulate"
-        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, mode.fits).shape
+        shared = plan.SMALL_SHARED if self.arch == "sm_120a" else plan.SHARED
+        chip_bytes = shared if mode.fits else 0
+        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes).shape
         assert shape.resident == mode.fits
         variant = logits.Variant(
             *self[1:4],
@@ -159,7 +161,7 @@ class Case(NamedTuple):
 
 def registers(source, arch):
     log = io.StringIO()
-    compile_cubin(source, arch, ("-v", "-warn-spills", "-Werror"), log)
+    compiled(source, arch, ("-v", "-warn-spills", "-Werror"), log)
     return max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
 
 
@@ -185,6 +187,8 @@ def logits_cases():
     for arch, mode in itertools.product(ARCHITECTURES, LOGITS):
         if mode not in ON_CHIP or arch in ("sm_90a", "sm_100a"):
             yield Case(arch, "jensen_shannon", "logits", "logits", torch.float32, mode)
+        elif arch == "sm_120a":
+            yield Case(arch, "jensen_shannon", "logits", "logits", torch.bfloat16, mode)
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
@@ -265,7 +269,7 @@ HEADERS = sorted(str(path.relative_to(HERE.parent)) for path in HERE.rglob("*.cu
 @pytest.mark.parametrize("name", HEADERS)
 def test_every_file_compiles_by_itself(name):
     """As an editor opens it: with what it includes and nothing before it."""
-    compile_cubin(inlined(name, {}), "sm_90a")
+    compiled(inlined(name, {}), "sm_90a")
 
 
 def test_only_one_file_has_assembly():
@@ -309,12 +313,15 @@ def test_a_spill_is_an_error():
 @pytest.mark.parametrize(
     "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
 )
-def test_rows_on_chip_fit(vocab, dtypes, both):
+@pytest.mark.parametrize("chip_bytes", [plan.SHARED, plan.SMALL_SHARED], ids=["9.0 and 10.0", "12.0"])
+def test_rows_on_chip_fit(vocab, dtypes, both, chip_bytes):
     """The pipeline holds a row's slice, its barriers can tell its rounds apart, and the block its memory."""
     x, y = dtypes
-    layout = plan.logits(vocab, x, y, both, False, True)
+    layout = plan.logits(vocab, x, y, both, False, chip_bytes)
     if not layout.shape.resident:
-        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > 190 << 10
+        # What a block has for a row is less what it keeps of others.
+        most = {plan.SHARED: 190 << 10, plan.SMALL_SHARED: 69 << 10}[chip_bytes]
+        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > most
         return
     kept = layout.stages * layout.tile_vectors * layout.shape.width
     assert kept * x.itemsize <= layout.shape.y_offset
@@ -325,7 +332,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both):
     tiles = -(-layout.slice_vectors // layout.tile_vectors)
     assert tiles <= layout.stages
     assert (layout.shape.groups - 1) * tiles < layout.stages
-    assert layout.shared <= plan.SHARED - plan.STATIC_BYTES
+    assert layout.shared <= chip_bytes - plan.STATIC_BYTES
     assert layout.shape.threads <= 544
     threads = layout.shape.threads_per_row
     turns = -(-layout.slice_vectors // threads)
@@ -337,7 +344,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both):
 def test_slopes_are_cached_where_half_precision_holds_them():
     def caches(kind, *parameter, dtype=torch.bfloat16):
         problem = Problem(kind, Side("logits"), Side("logits"), *parameter)
-        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, True).shape.caches_slopes
+        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, plan.SHARED).shape.caches_slopes
 
     assert caches("total_variation")
     assert all(caches("jensen_shannon", beta) for beta in (0.001, 0.5, 0.999))

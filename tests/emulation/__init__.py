@@ -15,7 +15,7 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import literal, logits, scale, source, topk
+from kullback.backends.cuda import literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
@@ -84,7 +84,7 @@ def emulated(monkeypatch):
     for module in (literal, logits):
         monkeypatch.setattr(module, "workspace", workspace)
     monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
-    monkeypatch.setattr(logits, "_has_clusters", lambda index: False)
+    monkeypatch.setattr(logits, "chip_bytes", lambda index: 0)
     for each in caches:
         each.cache_clear()
     yield
@@ -93,7 +93,7 @@ def emulated(monkeypatch):
     workspace.kept.clear()
 
 
-def on_chip(monkeypatch):
-    """Rows of `emulated` tensors are on chip, where a cluster can hold them."""
-    monkeypatch.setattr(logits, "_has_clusters", lambda index: True)
+def on_chip(monkeypatch, chip_bytes=plan.SHARED):
+    """Rows of `emulated` tensors are on chip, where a cluster of blocks with so much memory can hold them."""
+    monkeypatch.setattr(logits, "chip_bytes", lambda index: chip_bytes)
     logits._prepared.cache_clear()

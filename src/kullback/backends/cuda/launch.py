@@ -22,17 +22,22 @@ if torch.version.cuda is not None and importlib.util.find_spec("cuda") is not No
         importlib.import_module("cuda.core")
 
 
-def compile_cubin(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:
-    """Machine code for an architecture such as "sm_90a". Needs no GPU."""
+def compiled(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None) -> bytes:
+    """Machine code for an architecture such as "sm_90a", or PTX for a virtual one, "compute_75". Needs no GPU."""
     core = importlib.import_module("cuda.core")
     options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options=list(ptxas) or None)
     program = core.Program(text, "c++", options)
     try:
-        return bytes(program.compile("cubin", logs=log).code)
+        return bytes(program.compile("ptx" if is_virtual(arch) else "cubin", logs=log).code)
     except Exception as error:  # cuda.core raises its own kinds for each stage
         raise BuildError(f"NVRTC did not compile a kernel for {arch}: {error}") from error
     finally:
         program.close()
+
+
+def is_virtual(arch: str) -> bool:
+    """Whether it is a version of PTX, which the driver compiles for the device."""
+    return arch.startswith("compute_")
 
 
 def architecture(index: int) -> str:
@@ -46,8 +51,9 @@ def _kernel(text: str, name: str, arch: str) -> Any:
     core = importlib.import_module("cuda.core")
     bindings = importlib.import_module("cuda.bindings")
     key = repr((text, arch, core.__version__, bindings.__version__))
-    path = cache.cached(key, ".cubin", lambda: compile_cubin(text, arch))
-    return core.ObjectCode.from_cubin(cache.read(path)).get_kernel(name)
+    suffix, load = (".ptx", core.ObjectCode.from_ptx) if is_virtual(arch) else (".cubin", core.ObjectCode.from_cubin)
+    path = cache.cached(key, suffix, lambda: compiled(text, arch))
+    return load(cache.read(path)).get_kernel(name)
 
 
 class Launcher:

@@ -108,7 +108,8 @@ class Layout:
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
-SHARED = 227 << 10  # bytes of shared memory that a block can have where rows stay on chip
+# Bytes of shared memory that a block can have: of compute capability 9.0 and 10.0, and of 12.0
+SHARED, SMALL_SHARED = 227 << 10, 99 << 10
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
 BARRIER_BYTES, ROW_MAX_BYTES = 8, 8
@@ -132,27 +133,29 @@ def logits(
     y: torch.dtype,
     both: bool,
     streams: bool,
-    fits: bool,
+    chip_bytes: int,
     caches_slopes: bool = False,
     light: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
-    `fits`: whether the device and the tensors admit rows on chip. `caches_slopes`: whether masses and slopes take the
-    place of rows on chip. `light`: whether the formula leaves registers for a row.
+    `chip_bytes`: shared memory that a block can have for rows; 0 where the device or the tensors admit none on chip.
+    `caches_slopes`: whether masses and slopes take the place of rows on chip. `light`: whether the formula leaves
+    registers for a row.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
-    for cluster in (1, 2, 4, MAX_CLUSTER) if fits and not short else ():
+    for cluster in (1, 2, 4, MAX_CLUSTER) if chip_bytes and not short else ():
         slice_vectors = math.ceil(vectors / cluster)
         for threads, groups in (group for group in ROW_GROUPS if not both or group[0] * group[1] <= MANY_REGISTERS):
             exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
             barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
             # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
-            room = (SHARED - STATIC_BYTES - exchange_bytes - barrier_bytes) // (ALIGNMENT * vector_bytes) * ALIGNMENT
+            rest = chip_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
+            room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
             stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
             # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
             # round that it waits for is not two ahead, which its barriers could not tell from none.

@@ -125,7 +125,7 @@ def run(work: Rows) -> None:
         is_streamed,
         output is not None or found is not None,
         (d_input is not None, d_target is not None),
-        not is_streamed and _has_clusters(index) and _in_phase(addresses, strides, rows, dtypes),
+        0 if is_streamed or not _in_phase(addresses, strides, rows, dtypes) else chip_bytes(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -159,10 +159,10 @@ def _prepared(
     is_streamed: bool,
     has_outputs: bool,
     wants: tuple[bool, bool],
-    fits: bool,
+    chip_bytes: int,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, fits)
+    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip_bytes)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
@@ -201,7 +201,7 @@ def layout(
     y: torch.dtype,
     wants: tuple[bool, bool],
     is_streamed: bool,
-    fits: bool,
+    chip_bytes: int,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
     # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
@@ -209,7 +209,7 @@ def layout(
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
     light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
-    return plan.logits(vocab, x, y, all(wants), is_streamed, fits, caches, light)
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light)
 
 
 def caches_slopes(problem: Problem) -> bool:
@@ -235,11 +235,11 @@ def _launcher(index: int, placed: plan.Layout, variant: Variant) -> Launcher:
 
 
 @functools.cache
-def _has_clusters(index: int) -> bool:
-    """Whether the device can keep rows on chip: clusters, bulk copies, and the shared memory of the plan."""
+def chip_bytes(index: int) -> int:
+    """Shared memory that a block can have for rows, where the device has clusters and bulk copies; else 0."""
     properties = torch.cuda.get_device_properties(index)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
-    return properties.major >= 9 and shared >= plan.SHARED
+    return shared if properties.major >= 9 else 0
 
 
 def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtypes) -> bool:
