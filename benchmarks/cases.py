@@ -30,6 +30,11 @@ LOGITS = [
     (8192, 128256, "bfloat16", "jensen_shannon", True, 1.0),
 ]
 
+# The torch path, forced: where CUDA's kernels and C cannot run
+TORCH_KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation")
+TORCH_GPU = [(2048, 128256, dtype, kind, True, 1.0) for dtype in ("float32", "bfloat16") for kind in TORCH_KINDS]
+TORCH_CPU = [(512, 49152, dtype, kind, True, 1.0) for dtype in ("float32", "bfloat16") for kind in TORCH_KINDS]
+
 # A language model's rows: how many, of what dtype; made ones at a larger vocabulary, of some students; on whose rows
 # rivals run
 REAL_KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation", "hellinger")

@@ -1,6 +1,7 @@
 """Run the reported cases on this machine and write the results as JSON.
 
-    python benchmarks/run.py --out benchmarks/results/h200 [--only host] [--backend torch]
+    python benchmarks/run.py --out benchmarks/results/h200 [--only host]
+    python benchmarks/run.py --out benchmarks/results/h200 --only logits --backend torch --tag _torch
     python benchmarks/run.py --out benchmarks/results/h200 --only real [--kinds kl] [--students bits5] [--rivals]
 
 The last runs on rows of a language model, which `make real` writes, and needs safetensors.
@@ -254,7 +255,10 @@ def main() -> None:
         if arguments.only == "host":
             return
         listed = [(*case, True, 1.0) for case in (cases.GPU if device == "cuda" else cases.CPU)]
-        if device == "cuda" and arguments.only != "cases":
+        if arguments.backend == "torch" and arguments.only == "logits":
+            of_torch = cases.TORCH_GPU if device == "cuda" else cases.TORCH_CPU
+            listed = [(*case[:3], "logits", *case[3:]) for case in of_torch]
+        elif device == "cuda" and arguments.only != "cases":
             logits = [(*case[:3], "logits", *case[3:]) for case in cases.LOGITS]
             listed = logits if arguments.only == "logits" else listed + logits
         if arguments.only == "logits":
