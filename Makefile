@@ -10,7 +10,7 @@ VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-gpu sanitize mutate tables real lint format clean
+.PHONY: run test test-full test-versions test-integrations test-gpu sanitize mutate tables real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,16 @@ test-versions:                   ## the suite on the lowest and the newest PyTor
 	  grep -vE '^(torch|triton|nvidia|cuda)' constraints.txt > $$venv/constraints.txt && \
 	  $$venv/bin/pip install --quiet --disable-pip-version-check -c $$venv/constraints.txt "torch==$$torch" -e '.[plot,dev]' && \
 	  OMP_NUM_THREADS=1 $$venv/bin/python -m pytest -q -n 2 --dist worksteal || exit 1; done
+
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,dev,integrations]'
+	touch $@
+
+test-integrations: $(INTEGRATIONS)/.installed ## with the packages that kullback is plugged into, in an environment of their own
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests && \
+	$(INTEGRATIONS)/bin/python -m pytest -q --doctest-glob='*.md' docs/transformers.md
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests

@@ -1,0 +1,221 @@
+"""Distillation of a Hugging Face language model: its own forward returns the divergence from a teacher as its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from kullback import checks, functional
+
+Model: TypeAlias = Any  # transformers' PreTrainedModel, which is not imported here
+IGNORED = -100  # the label of a token that does not count
+
+
+class Head(NamedTuple):
+    """What a model makes of its last hidden states: softcap · tanh(scale · (weight · hidden + bias) / softcap)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+class Distillation:
+    """What `distil` has done, and how it is undone: by `undo()`, or where a `with` ends."""
+
+    def __init__(self, model: nn.Module, forward: Any) -> None:
+        self._model: nn.Module | None = model
+        model.forward = forward
+
+    def undo(self) -> None:
+        """Give the student its own forward back."""
+        if self._model is not None:
+            del self._model.forward
+            self._model = None
+
+    def __enter__(self) -> Distillation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def distil(student: nn.Module, teacher: nn.Module, kind: str = "kl", **options: Any) -> Distillation:
+    """From now on ``student(**batch).loss``, in training, is the divergence from the teacher, in nats a token.
+
+    It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own
+    forward, Trainer, accelerate, DDP, FSDP2, gradient checkpointing and compile need nothing else. A batch's `labels`
+    say which tokens count: those that are not -100, shifted by one as in the model's own loss; a batch without labels
+    has the model's own forward. `num_items_in_batch`, which Trainer passes, is what the sum is divided by. In
+    evaluation the student is as it was. The teacher is no part of the student, nor of its checkpoints.
+
+    Args:
+        student: a causal language model of transformers; or that in PEFT's, DDP's or torch.compile's wrapper. A LoRA on
+            its head is counted, and trained.
+        teacher: another, with the same tokens, on the same device. It is put into evaluation mode.
+        kind: as of :func:`kullback.divergence`.
+        **options: options of :func:`kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`, a
+            kind's parameter. Logit scales and softcaps are read from both models' configurations.
+
+    Returns:
+        What undoes it: a context manager with `undo()`.
+
+    Raises:
+        TypeError, ValueError: of `kullback.linear_divergence`, for options; for a head whose logits are not those of
+            the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces.
+
+    >>> import kullback.integrations.transformers as integration
+    >>> # with integration.distil(student, teacher, "jensen_shannon", beta=0.1):
+    >>> #     Trainer(student, ...).train()
+    """
+    checks.check_options(kind, options, checks.LINEAR_OPTIONS)
+    model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
+    if "forward" in vars(model):
+        raise ValueError("student is distilled already, or its forward is another's: undo that first")
+    teacher.eval()
+    for name, each in (("student", model), ("teacher", reference)):
+        _check_logits(name, each)
+    own_forward = model.forward
+
+    @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
+    def forward(self: Model, input_ids: Tensor | None = None, **batch: Any) -> Any:
+        labels: Tensor | None = batch.get("labels")
+        shifted: Tensor | None = batch.get("shift_labels")
+        if not self.training or (labels is None and shifted is None):
+            return own_forward(input_ids=input_ids, **batch)
+        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS}
+        inputs |= {"input_ids": input_ids, "use_cache": False}
+        hidden = _hidden_states(self, inputs)
+        with torch.no_grad():
+            target = _hidden_states(reference, inputs)
+        if shifted is None and labels is not None:
+            hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
+        assert shifted is not None
+        loss = divergence(hidden, head_of(self), target, head_of(reference), shifted, batch.get("num_items_in_batch"))
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
+
+    def divergence(hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
+        return functional.linear_divergence(
+            hidden.to(own.weight.dtype),
+            own.weight,
+            target.to(other.weight.dtype),
+            other.weight.detach(),
+            kind,
+            bias=own.bias,
+            target_bias=None if other.bias is None else other.bias.detach(),
+            logit_scale=own.scale,
+            target_logit_scale=other.scale,
+            softcap=own.softcap,
+            target_softcap=other.softcap,
+            row_weight=labels != IGNORED,
+            normalizer=count.to(hidden.device) if isinstance(count, Tensor) else count,
+            **options,
+        )
+
+    return Distillation(model, types.MethodType(forward, model))
+
+
+# What a model's forward takes and its decoder does not.
+NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+
+
+def _unwrapped(name: str, model: Model) -> Model:
+    """The causal language model itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
+    if hasattr(model, "get_base_model"):  # PEFT's
+        model = model.get_base_model()
+    if not (hasattr(model, "get_output_embeddings") and hasattr(model, "get_decoder")):
+        raise TypeError(f"{name} must be a causal language model of transformers; got {type(model).__name__}")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no head: get_output_embeddings() is None")
+    return model
+
+
+def _hidden_states(model: Model, inputs: dict[str, Any]) -> Tensor:
+    """[batch, tokens, hidden]: the head's input."""
+    hidden: Tensor = model.get_decoder()(**inputs).last_hidden_state
+    return hidden
+
+
+def head_of(model: Model) -> Head:
+    """The head as it counts now, an adapter's part in it."""
+    head = model.get_output_embeddings()
+    if hasattr(head, "modules_to_save"):  # PEFT's copy, which is trained instead
+        head = head.modules_to_save[head.active_adapters[0]]
+    base = getattr(head, "base_layer", head)
+    weight, bias = base.weight, base.bias
+    if hasattr(base.weight, "ds_id"):
+        raise ValueError(
+            "the head is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read"
+        )
+    if hasattr(weight, "device_mesh"):
+        raise ValueError(
+            "the head is sharded by itself: give FSDP2 the layers and then the whole model (fully_shard(model)), which "
+            "gathers the head before the forward"
+        )
+    if base is not head and not head.merged:
+        for name in head.active_adapters:
+            if head.lora_dropout[name].training and getattr(head.lora_dropout[name], "p", 0):
+                raise ValueError(
+                    f"adapter {name!r} of the head has a dropout, of which its weight knows nothing: set it to 0"
+                )
+            if getattr(head, "use_dora", {}).get(name):
+                raise ValueError(f"adapter {name!r} of the head is a DoRA, which is more than a weight to be added")
+            weight = weight + head.get_delta_weight(name)
+    return Head(weight, bias, *_scale_and_softcap(model.config.get_text_config()))
+
+
+def _scale_and_softcap(config: Any) -> tuple[float, float | None]:
+    """As architectures name them: Cohere, Falcon-H1 and Granite; Gemma."""
+    scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    scale = next((scale for scale in scales if scale is not None), None)
+    if scale is None and getattr(config, "logits_scaling", None) is not None:
+        scale = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
+    return 1.0 if scale is None else float(scale), getattr(config, "final_logit_softcapping", None)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+PROBE = 4  # tokens
+
+
+def _check_logits(name: str, model: Model) -> None:
+    """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook."""
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return  # FSDP2 gathers them in a forward alone
+    ids = torch.arange(PROBE, device=model.get_output_embeddings().weight.device)[None]
+    with _evaluating(model):
+        wanted = model(input_ids=ids, use_cache=False).logits.double()
+        head = head_of(model)
+        hidden = _hidden_states(model, {"input_ids": ids, "use_cache": False})
+        logits = hidden.double() @ head.weight.double().t()
+        logits = (logits if head.bias is None else logits + head.bias.double()) * head.scale
+        if head.softcap is not None:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+    # Logits of 16 bits are off by 2^-8 of themselves, and so are their differences.
+    error = float((logits - wanted).norm() / wanted.norm())
+    if not error < 0.02:
+        raise ValueError(
+            f"{name}'s logits are not those of its head: they differ by {error:.1%}. What {type(model).__name__} has "
+            "between its hidden states and its logits, an adapter, a hook or a scale, would be ignored"
+        )

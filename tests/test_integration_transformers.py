@@ -1,0 +1,295 @@
+"""`student(**batch).loss` of Hugging Face models, with what people train them with. Models are tiny and random."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+import kullback
+from kullback.integrations.transformers import distil
+from tests import oracle
+from tests.tolerances import relative_error
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+VOCAB, WORLD = 211, 2
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# What stands between hidden states and logits: nothing, tied weights, a softcap, a scale either way, a bias
+ARCHITECTURES = {
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Gemma2": {"final_logit_softcapping": 5.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Granite": {"logits_scaling": 4.0},
+    "Phi": {},
+}
+
+
+def model(name, seed, dtype=torch.float32, **more):
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **ARCHITECTURES[name], **more})
+    made = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    head = made.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.normal_(std=0.5)
+        if head.bias is not None:
+            head.bias.normal_()
+    return made
+
+
+def batch(rows=3, tokens=17, seed=7):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, tokens), generator=generator)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, :5] = -100
+    labels[1, 11:], mask[1, 11:] = -100, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def textbook(student, teacher, given, kind="kl", count=None, **options):
+    """The mean over tokens that count, from both models' logits."""
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        target = teacher(**inputs).logits[:, :-1]
+    rows = oracle.divergence(student(**inputs).logits[:, :-1], target, kind, **options)
+    counts = given["labels"][:, 1:] != -100
+    return rows[counts].sum() / (counts.sum() if count is None else count)
+
+
+def gradients(loss, student):
+    trained = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+
+
+def check(student, teacher, given, kind="kl", tight=2e-5, **options):
+    loss = student.train()(**given).loss
+    assert kullback.backend_info().name in ("c", "cuda")
+    ours = gradients(loss, student)
+    student.eval()
+    expected = textbook(student, teacher, given, kind, **options)
+    theirs = gradients(expected, student)
+    assert relative_error(loss, expected) < tight
+    assert ours.keys() == theirs.keys()
+    total = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+    for name, gradient in ours.items():
+        assert (gradient - theirs[name]).norm() < 20 * tight * total, name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_loss_is_the_divergence_of_the_models_logits(name):
+    student, teacher, given = model(name, 0), model(name, 1), batch()
+    with distil(student, teacher):
+        check(student, teacher, given)
+    with distil(student, teacher, "jensen_shannon", beta=0.1):
+        check(student, teacher, given, "jensen_shannon", beta=0.1)
+
+
+def test_another_architecture_teaches():
+    student, teacher = model("Llama", 0), model("Gemma2", 1, hidden_size=64)
+    with distil(student, teacher, "reverse_kl", temperature=2.0):
+        check(student, teacher, batch(), "reverse_kl", temperature=2.0)
+
+
+def test_what_it_leaves_alone():
+    """Evaluation, batches without labels, the teacher, and the student once it is undone."""
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    before, state = student.eval()(**given), teacher.state_dict()
+    names = set(student.state_dict())
+    done = distil(student, teacher)
+    after = student(**given)
+    assert torch.equal(before.loss, after.loss)
+    assert torch.equal(before.logits, after.logits)
+    student.train()
+    assert student(input_ids=given["input_ids"]).logits is not None
+    loss = student(**given).loss
+    loss.backward()
+    assert loss != before.loss
+    assert set(student.state_dict()) == names
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not teacher.training
+    assert all(torch.equal(value, state[name]) for name, value in teacher.state_dict().items())
+    done.undo()
+    done.undo()
+    assert torch.allclose(student(**given).loss, before.loss)
+    assert "forward" not in vars(student)
+
+
+def test_num_items_in_batch_and_shift_labels():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with distil(student, teacher):
+        student.train()
+        expected = textbook(student, teacher, given, count=100)
+        for count in (100, torch.tensor(100)):
+            assert relative_error(student(**given, num_items_in_batch=count).loss, expected) < 2e-5
+        shifted = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
+        inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+        loss = student(**inputs, shift_labels=shifted).loss
+        assert relative_error(loss, student(**given).loss) < 1e-6
+        assert torch.equal(student(**given, return_dict=False)[0], student(**given).loss)
+
+
+def test_bfloat16():
+    student, teacher, given = model("Llama", 0, torch.bfloat16), model("Llama", 1, torch.bfloat16), batch()
+    with distil(student, teacher):
+        loss = student.train()(**given).loss
+        assert loss.dtype == torch.float32
+        assert relative_error(loss, textbook(student, teacher, given)) < 0.01
+        loss.backward()
+        assert student.lm_head.weight.grad.dtype == torch.bfloat16
+    student, teacher = model("Llama", 0), model("Llama", 1)
+    with distil(student, teacher), torch.autocast("cpu", torch.bfloat16):
+        loss = student.train()(**given).loss
+    assert relative_error(loss, textbook(student, teacher, given)) < 0.02
+
+
+def test_gradient_checkpointing():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    student.gradient_checkpointing_enable()
+    with distil(student, teacher):
+        check(student, teacher, given)
+
+
+def test_torch_compile():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with distil(student, teacher):
+        expected = student.train()(**given).loss
+        compiled = torch.compile(student, backend="aot_eager")
+        assert relative_error(compiled(**given).loss, expected) < 1e-5
+
+
+@pytest.mark.parametrize("where", ["lora", "saved"])
+def test_an_adapter_of_the_head_counts(where):
+    from peft import LoraConfig, get_peft_model
+
+    modules = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    if where == "lora":
+        modules = {"target_modules": ["q_proj", "lm_head"]}
+    student = get_peft_model(model("Llama", 0), LoraConfig(r=4, lora_alpha=8, **modules))
+    teacher, given = model("Llama", 1), batch()
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    with distil(student, teacher):
+        check(student, teacher, given)
+        loss = student.train()(**given).loss
+        assert any("lm_head" in name for name in gradients(loss, student))
+
+
+def test_what_would_be_ignored_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    teacher, given = model("Llama", 1), batch()
+    student = get_peft_model(model("Llama", 0), LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head"]))
+    with distil(student, teacher), pytest.raises(ValueError, match="dropout"):
+        student.train()(**given)
+    student = get_peft_model(model("Llama", 0), LoraConfig(r=4, use_dora=True, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="DoRA"):
+        distil(student, teacher)
+    student = model("Llama", 0)
+    student.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(ValueError, match="student's logits are not those of its head: they differ by"):
+        distil(student, teacher)
+    student = model("Llama", 0)
+    with distil(student, teacher), pytest.raises(ValueError, match="distilled already"):
+        distil(student, teacher)
+    with pytest.raises(TypeError, match="must be a causal language model of transformers; got Linear"):
+        distil(torch.nn.Linear(2, 2), teacher)
+    with pytest.raises(ValueError, match="did you mean"):
+        distil(student, teacher, "jensen_shanon")
+
+
+def test_trainer(tmp_path):
+    """Its losses, of accumulated steps, are those of an equal loop with the textbook's."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{name: value[0] for name, value in batch(2, seed=seed).items()} for seed in range(8)]
+    arguments = TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        seed=3,
+    )
+    student, teacher = model("Llama", 0), model("Llama", 1)
+    twin = copy.deepcopy(student)
+    with distil(student, teacher):
+        trainer = Trainer(student, arguments, train_dataset=rows)
+        seen = []
+        loader = trainer.get_train_dataloader
+        trainer.get_train_dataloader = lambda: [seen.append(given) or given for given in loader()]
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    optimizer = torch.optim.SGD(twin.parameters(), 1e-2)
+    for step, loss in enumerate(losses):
+        steps = seen[2 * step : 2 * step + 2]
+        count = sum(int((given["labels"][:, 1:] != -100).sum()) for given in steps)
+        optimizer.zero_grad()
+        expected = sum(textbook(twin, teacher, given, count=count) for given in steps)
+        expected.backward()
+        optimizer.step()
+        assert relative_error(torch.tensor(loss), expected) < 1e-3
+
+
+def check_rank(rank, store, wrapper):
+    """Gradients of two ranks, each with half a batch, are those of the whole batch."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch(4)
+    whole = copy.deepcopy(student)
+    count = int((given["labels"][:, 1:] != -100).sum())
+    textbook(whole.train(), teacher, given, count=count).backward()
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    own = {name: value[2 * rank : 2 * rank + 2] for name, value in given.items()}
+    if wrapper == "ddp":
+        distil(student, teacher)
+        wrapped = DistributedDataParallel(student)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        distil(student, teacher)
+        for layer in student.model.layers:
+            fully_shard(layer)
+        wrapped = fully_shard(student)
+    # Either averages over ranks.
+    wrapped.train()(**own, num_items_in_batch=count / WORLD).loss.backward()
+    for name, parameter in student.named_parameters():
+        gradient = parameter.grad.full_tensor() if wrapper == "fsdp" else parameter.grad
+        assert relative_error(gradient, expected[name]) < 1e-4, name
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_two_processes(wrapper, tmp_path):
+    mp.spawn(check_rank, (tmp_path / "store", wrapper), WORLD)
