@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, linear, sharded, topk
+from kullback import backends, checks, linear, parallel, sharded, topk
 from kullback.forms import FORMS
 from kullback.linear import Models
 from kullback.problem import Problem, Side
 from kullback.reductions import reduction_of
 from kullback.tracing import in_functorch
 from kullback.work import Operands
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
@@ -110,6 +114,7 @@ def divergence(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     inplace: bool = False,
+    group: ProcessGroup | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
@@ -181,6 +186,9 @@ def divergence(
     backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_group(group)
+    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+        input, target, valid_vocab = input[..., :0], target[..., :0], None
     problem = checks.problem(
         params,
         kind,
@@ -193,6 +201,7 @@ def divergence(
         softcap=softcap,
         target_softcap=target_softcap,
         vocab=checks.valid_vocab(valid_vocab, input, target),
+        shard=parallel.shard(group),
     )
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
@@ -223,6 +232,9 @@ def topk_divergence(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
+    group: ProcessGroup | None = None,
+    first_token: int | None = None,
+    total_vocab: int | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence from a teacher that is known at k tokens of each row: its best log-probabilities and their ids.
@@ -286,8 +298,14 @@ def topk_divergence(
     checks.check_tensor("input", input)
     checks.check_name("form", form, FORMS)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_group(group, first_token, total_vocab)
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
+    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+        input, valid_vocab = input[..., :0], None
     vocab = checks.valid_width(valid_vocab, input.size(-1))
+    width = vocab or input.size(-1)
+    checks.check_slice(width, first_token, total_vocab)
+    shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     problem = checks.problem(
         params,
@@ -300,8 +318,9 @@ def topk_divergence(
         target_logit_scale=1.0,
         softcap=softcap,
         vocab=vocab,
+        shard=shard,
     )
-    of = topk.entries_of(target_form, tail, form, vocab or input.size(-1))
+    of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
@@ -335,6 +354,10 @@ def linear_divergence(
     normalizer: float | Tensor | None = None,
     chunk_rows: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+    first_token: int | None = None,
+    total_vocab: int | None = None,
+    sequence_dim: int | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence of two language models from their hidden states: of softmax(input @ weight.T + bias) from the teacher.
@@ -389,6 +412,7 @@ def linear_divergence(
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
+    checks.check_group(group, first_token, total_vocab)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     if target_weight is None:
         checks.check_tensor("target", target)
@@ -400,9 +424,27 @@ def linear_divergence(
     is_topk = target_indices is not None
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_sequence_dim(sequence_dim, input, group, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
+    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+        weight, bias = weight[:0], None if bias is None else bias[:0]
+        if target_weight is not None:
+            target_weight, target_bias = target_weight[:0], None if target_bias is None else target_bias[:0]
+        elif not is_topk:
+            target = target[..., :0]
+        valid_vocab = None
+    if is_topk:
+        vocab = checks.valid_width(valid_vocab, weight.size(0)) or weight.size(0)
+    else:
+        others = target.size(-1) if target_weight is None else target_weight.size(0)
+        vocab = checks.shared_vocab(valid_vocab, weight.size(0), others)
+    checks.check_slice(vocab, first_token, total_vocab)
+    if chunk_rows is None or is_topk:
+        shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
+    else:
+        shard, tokens = parallel.shard(group), 0  # nobody asks where the slice stands
     problem = checks.problem(
         params,
         kind,
@@ -414,20 +456,24 @@ def linear_divergence(
         target_logit_scale=1.0 if is_topk else target_logit_scale,
         softcap=softcap,
         target_softcap=target_softcap,
+        shard=shard,
     )
-    ids, negligible, vocab = None, 0.0, weight.size(0)
+    if sequence_dim is not None and group is not None:
+        hidden = parallel.gather_rows(hidden, sequence_dim, group, sums=True)
+        target = parallel.gather_rows(target, sequence_dim, group, sums=not is_topk)
+        row_weight = None if row_weight is None else parallel.gather_rows(row_weight, sequence_dim, group)
+        if target_indices is not None:
+            target_indices = parallel.gather_rows(target_indices, sequence_dim, group)
+    rows = hidden.shape[:-1]
+    ids, negligible = None, 0.0
     if target_indices is not None:
-        vocab = checks.valid_width(valid_vocab, vocab) or vocab
-        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", vocab)
+        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", tokens)
         teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
         problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
-    else:
-        vocab = checks.shared_vocab(
-            valid_vocab, vocab, target.size(-1) if target_weight is None else target_weight.size(0)
-        )
-        target = target[..., :vocab] if target_weight is None and target.size(-1) != vocab else target
+    elif target_weight is None and target.size(-1) != vocab:
+        target = target[..., :vocab]
     dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
-    reduced = reduction_of(reduction, input, row_weight, normalizer, dtype)
+    reduced = reduction_of(reduction, hidden, row_weight, normalizer, dtype)
     models = Models(
         rows_of(hidden),
         first(weight, vocab),
@@ -436,11 +482,15 @@ def linear_divergence(
         None if target_weight is None else first(target_weight, vocab),
         None if target_bias is None else first(target_bias, vocab),
         None if ids is None else rows_of(ids),
-        None if reduced.row_weight is None else reduced.row_weight.expand(input.shape[:-1]).reshape(-1),
+        None if reduced.row_weight is None else reduced.row_weight.expand(rows).reshape(-1),
     )
-    task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens)
+    sums_hidden = group is not None and sequence_dim is None
+    task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens, sums_hidden)
     if reduced.per_row:
-        return reduced.finish(linear.per_row(task, models).view(input.shape[:-1]))
+        losses = reduced.finish(linear.per_row(task, models).view(rows))
+        if sequence_dim is not None and group is not None and reduction == "none":
+            losses = parallel.own_rows(losses, sequence_dim, group)
+        return losses
     return reduced.finish(linear.total(task, models, reduced.scale))
 
 

@@ -81,6 +81,13 @@ def fields(record: type[RowStats | RowState], has_tilted_lse: bool) -> tuple[str
     return record._fields if has_tilted_lse else record._fields[:-1]
 
 
+def state_fields(problem: Problem) -> int:
+    """How many numbers of a row its gradient needs beside the row."""
+    if not problem.has_logits and problem.formula.finish_is_linear:
+        return 0
+    return len(fields(RowState, problem.formula.has_tilted_lse))
+
+
 def packed(rows: int, count: int, like: Tensor) -> Tensor:
     """Memory for so many numbers of each row."""
     return like.new_empty((count, rows), dtype=torch.float64)
@@ -194,7 +201,9 @@ def finish(problem: Problem, stats: RowStats, sums: RowSums) -> tuple[Tensor, Ro
         term = torch.where(is_near, (term + correction).clamp(min=0), term)
     done = problem.formula.finish.run({"total": term, "tilted_lse": stats.tilted_lse, **problem.parameters})
     log_z_diff = stats.target_lse - stats.input_lse
-    d_loss = torch.as_tensor(done["derivative"], dtype=term.dtype, device=term.device).expand_as(term)
+    d_loss = done["derivative"]
+    if not isinstance(d_loss, Tensor):
+        d_loss = torch.full_like(term, d_loss)  # a number on its way to a device would be waited for
     lse = stats.input_lse, stats.target_lse
     state = RowState(*lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)
     return done["loss"], state
