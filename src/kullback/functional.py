@@ -209,7 +209,7 @@ def divergence(
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight)
-    driver = sharded.driver(input, target)
+    driver = sharded.driver(input, target, group)
     if reduced.per_row:
         return reduced.finish(driver.per_row(problem, operands, dtype))
     return reduced.finish(driver.total(problem, operands, reduced.scale, dtype, inplace))
@@ -299,6 +299,14 @@ def topk_divergence(
     checks.check_name("form", form, FORMS)
     checks.check_reduction(reduction, normalizer, input)
     checks.check_group(group, first_token, total_vocab)
+    layout = None
+    if sharded.is_dtensor(input):
+        checks.valid_width(valid_vocab, input.size(-1))
+        of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
+        local, layout = sharded.localised({"input": (input, -1)}, of_rows, valid_vocab, group)
+        input, target_values, target_indices = (local[name] for name in ("input", "target_values", "target_indices"))
+        row_weight = local.get("row_weight")
+        group, first_token, total_vocab, valid_vocab = layout.place
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
     if valid_vocab == 0 and group is not None:  # a slice of padding alone
         input, valid_vocab = input[..., :0], None
@@ -326,8 +334,10 @@ def topk_divergence(
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight)
     if reduced.per_row:
-        return reduced.finish(topk.per_row(teacher, operands, dtype))
-    return reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
+        loss = reduced.finish(topk.per_row(teacher, operands, dtype))
+    else:
+        loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
+    return loss if layout is None else sharded.replicated(loss, layout)
 
 
 def linear_divergence(
@@ -413,6 +423,22 @@ def linear_divergence(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
     checks.check_group(group, first_token, total_vocab)
+    layout = None
+    if sharded.is_dtensor(weight) or sharded.is_dtensor(input):
+        checks.valid_width(valid_vocab, weight.size(0))
+        of_tokens = {"weight": (weight, 0), "bias": (bias, 0)}
+        of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight}
+        if target_weight is None and target_indices is None:
+            of_tokens |= {"target": (target, -1)}
+        else:
+            of_tokens |= {"target_weight": (target_weight, 0), "target_bias": (target_bias, 0)}
+            of_rows |= {"target": target}
+        local, layout = sharded.localised(of_tokens, of_rows, valid_vocab, group)
+        input, weight, target = local["input"], local["weight"], local["target"]
+        bias, target_weight, target_bias = (local.get(name) for name in ("bias", "target_weight", "target_bias"))
+        target_indices, row_weight = local.get("target_indices"), local.get("row_weight")
+        group, first_token, total_vocab, valid_vocab = layout.place
+        sequence_dim = layout.sequence_dim
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     if target_weight is None:
         checks.check_tensor("target", target)
@@ -487,11 +513,12 @@ def linear_divergence(
     sums_hidden = group is not None and sequence_dim is None
     task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens, sums_hidden)
     if reduced.per_row:
-        losses = reduced.finish(linear.per_row(task, models).view(rows))
+        loss = reduced.finish(linear.per_row(task, models).view(rows))
         if sequence_dim is not None and group is not None and reduction == "none":
-            losses = parallel.own_rows(losses, sequence_dim, group)
-        return losses
-    return reduced.finish(linear.total(task, models, reduced.scale))
+            loss = parallel.own_rows(loss, sequence_dim, group)
+    else:
+        loss = reduced.finish(linear.total(task, models, reduced.scale))
+    return loss if layout is None else sharded.replicated(loss, layout)
 
 
 def rows_of(tensor: Tensor) -> Tensor:
