@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ class Ranks(NamedTuple):
 
 def _run(rank: int, checks: Callable[[Ranks], None], store: Path, world: int, backend: str) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", FutureWarning)  # of names that collectives had
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)

@@ -3,12 +3,18 @@
 A check runs on every rank. `suite` is run on gloo here, and on NCCL by `make test-gpus`.
 """
 
+import contextlib
 import itertools
-import math
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import kullback
 from kullback.divergences import DIVERGENCES
@@ -18,7 +24,6 @@ from tests.ranks import Ranks, counted, spawn
 from tests.samples import masked, sample
 from tests.tolerances import relative_error
 
-INF = math.inf
 EXACT, LOSS, GRADIENT = 1e-12, 1e-6, 1e-5  # of float64; of float32
 
 
@@ -401,6 +406,169 @@ def check_agreement(ranks: Ranks):
         kullback.topk_divergence(x[:, :9], x[:, :1], x[:, :1].long(), group=ranks.group, first_token=2, total_vocab=10)
 
 
+def check_compiled(ranks: Ranks):
+    """One graph, with collectives in it: what eager gives, forward and backward, and none of them in backward."""
+    x, y = torch.randn(2, 4, 20, generator=generator())
+    log_p, ids = torch.randn(4, 20, generator=generator()).log_softmax(-1).topk(3)
+    h, w, _, t, v, _ = models(torch.float32, (2 * ranks.world,), vocab=20)
+    cuts = ranks.uneven(20)
+    log_p, ids = log_p.to(ranks.device), ids.to(ranks.device)
+    place = {"first_token": [0, *cuts][ranks.rank], "total_vocab": 20}
+    cases = {
+        "mean": (lambda a, b: kullback.divergence(a, b, "jensen_shannon", group=ranks.group), (x, y)),
+        "none": (lambda a, b: kullback.divergence(a, b, reduction="none", group=ranks.group).square().sum(), (x, y)),
+        "topk": (lambda a: kullback.topk_divergence(a, log_p, ids, group=ranks.group, **place), (x,)),
+        "linear": (lambda *a: kullback.linear_divergence(*a, group=ranks.group, **place), (h, w, t, v)),
+        "sequence": (
+            lambda *a: kullback.linear_divergence(*a, group=ranks.group, sequence_dim=0, **place),
+            (h, w, t, v),
+        ),
+    }
+    for name, (loss, tensors) in cases.items():
+        leaves = []
+        for i, tensor in enumerate(tensors):
+            is_hidden = len(tensors) == 4 and i % 2 == 0
+            if is_hidden:
+                leaf = ranks.slice(tensor, 0) if name == "sequence" else tensor.to(ranks.device)
+            else:
+                leaf = ranks.slice(tensor, -1 if len(tensors) < 4 else 0, cuts)
+            leaves.append(leaf.clone().requires_grad_())
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, fullgraph=True)
+        expected = loss(*leaves)
+        # The collectives of sequence parallelism are in the graph itself, others in operators
+        with contextlib.nullcontext([]) if name == "sequence" else counted() as calls:
+            ours = compiled(*leaves)
+            forward = len(calls)
+            gradients = torch.autograd.grad(ours, leaves)
+        assert forward == len(calls), name
+        assert relative_error(ours, expected) < LOSS, name
+        for a, b in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+            assert relative_error(a, b) < GRADIENT, name
+
+
+def check_dtensors(ranks: Ranks):
+    """Sharded by tokens on one dimension of a mesh, and by rows on another: what one process gives."""
+    meshes = [init_device_mesh(ranks.device.type, (ranks.world,))]
+    if ranks.world == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2)))
+    x, y = torch.randn(2, 3, 5, 41, generator=generator(), dtype=torch.float64)
+    weight = torch.rand(3, 5, generator=generator(), dtype=torch.float64)
+    for mesh, kind, reduction, valid in itertools.product(
+        meshes, ("kl", "jensen_shannon"), ("mean", "none"), (None, 19)
+    ):
+        for of_rows in (Replicate(), Shard(0), Shard(1)) if mesh.ndim > 1 else (None,):
+            rest = [] if of_rows is None else [of_rows]
+            a, b = (t.clone().requires_grad_() for t in (x, y))
+            options = {"reduction": reduction, "valid_vocab": valid}
+            expected = kullback.divergence(a, b, kind, row_weight=weight, **options)
+            gradients = torch.autograd.grad(expected.square().sum(), (a, b))
+            leaves = [distribute_tensor(t, mesh, [*rest, Shard(2)]).detach().requires_grad_() for t in (x, y)]
+            given = distribute_tensor(weight, mesh, [*rest, Replicate()])
+            loss = kullback.divergence(*leaves, kind, row_weight=given, **options)
+            assert loss.placements[-1] == Replicate()
+            assert relative_error(loss.full_tensor(), expected) < EXACT
+            loss.square().sum().backward()
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                assert leaf.grad.placements == leaf.placements
+                assert relative_error(leaf.grad.full_tensor(), gradient) < EXACT, (kind, reduction, valid, of_rows)
+    mesh = meshes[0]
+    p, q = (distribute_tensor(t.softmax(-1), mesh, [Shard(2)]) for t in (x, y))
+    ours = kullback.kl_div(p, q, "batchmean", form="probs")
+    assert relative_error(ours.full_tensor(), F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean")) < EXACT
+    log_p, ids = y.log_softmax(-1).topk(4)
+    a = x.clone().requires_grad_()
+    leaf = distribute_tensor(x, mesh, [Shard(2)]).detach().requires_grad_()
+    entries = [distribute_tensor(t, mesh, [Replicate()]) for t in (log_p, ids.clamp(max=39))]
+    expected = kullback.topk_divergence(a, log_p, ids.clamp(max=39), valid_vocab=40)
+    loss = kullback.topk_divergence(leaf, *entries, valid_vocab=40)
+    assert relative_error(loss.full_tensor(), expected) < EXACT
+    loss.backward()
+    assert relative_error(leaf.grad.full_tensor(), torch.autograd.grad(expected, a)[0]) < EXACT
+    tensors = models(torch.float64, (2 * ranks.world, 3))
+    wide = [t.clone().requires_grad_() for t in tensors]
+    for of_rows, reduction in itertools.product((Replicate(), Shard(0)), ("mean", "none")):
+        h, w, b, t, v, c = wide
+        expected = kullback.linear_divergence(h, w, t, v, bias=b, target_bias=c, reduction=reduction, valid_vocab=50)
+        gradients = torch.autograd.grad(expected.square().sum(), wide)
+        placements = [Shard(0) if i % 3 else of_rows for i in range(6)]
+        leaves = [
+            distribute_tensor(t, mesh, [p]).detach().requires_grad_() for t, p in zip(tensors, placements, strict=True)
+        ]
+        h, w, b, t, v, c = leaves
+        loss = kullback.linear_divergence(h, w, t, v, bias=b, target_bias=c, reduction=reduction, valid_vocab=50)
+        assert loss.placements == ((of_rows if reduction == "none" else Replicate()),)
+        assert relative_error(loss.full_tensor(), expected) < EXACT
+        loss.square().sum().backward()
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            assert leaf.grad.placements == leaf.placements
+            assert relative_error(leaf.grad.full_tensor(), gradient) < EXACT
+
+
+def check_refused_placements(ranks: Ranks):
+    """Never a silent gather, never a wrong number: what lies otherwise is named."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    x, y = torch.randn(2, 4, 12)
+    place = lambda t, *placements: distribute_tensor(t, mesh, placements)
+    by_tokens = place(x, Shard(1))
+    with pytest.raises(ValueError, match=r"target must lie as the input does.*got \(Replicate"):
+        kullback.divergence(by_tokens, place(y, Replicate()))
+    with pytest.raises(ValueError, match=r"target must lie as the input does.*got \(Shard\(dim=0"):
+        kullback.divergence(by_tokens, place(y, Shard(0)))
+    with pytest.raises(ValueError, match=r"row_weight must lie.*Replicate.*got \(Shard\(dim=0"):
+        kullback.divergence(by_tokens, by_tokens, row_weight=place(torch.ones(4), Shard(0)))
+    with pytest.raises(ValueError, match="replicated, sharded along a dimension of rows or"):
+        kullback.divergence(*[DTensor.from_local(x, mesh, [Partial()])] * 2)
+    with pytest.raises(ValueError, match="must have the same one"):
+        kullback.divergence(by_tokens, place(torch.randn(4, 14), Shard(1)), valid_vocab=12)
+    with pytest.raises(ValueError, match="group must not be given with DTensors"):
+        kullback.divergence(by_tokens, by_tokens, group=ranks.group)
+    h, w, _, t, v, _ = models(
+        torch.float32, (3,)
+    )  # as FSDP2 leaves a head between its uses: sharded, and by no one's tokens
+    with pytest.raises(TypeError, match="must all be DTensors, or none; target_weight is none"):
+        kullback.linear_divergence(h, place(w, Shard(0)), t, v)
+    with pytest.raises(ValueError, match=r"weight must be sharded along its dimension 0.*got \(Replicate"):
+        kullback.linear_divergence(*(place(q, Replicate()) for q in (h, w, t, v)))
+    with pytest.raises(ValueError, match="target must lie on"):
+        kullback.linear_divergence(
+            *(place(q, p) for q, p in zip((h, w, t, v), (Replicate(), Shard(0), Shard(1), Shard(0)), strict=True))
+        )
+    rows = torch.randn(3, 2 * ranks.world + 1, 8)
+    with pytest.raises(ValueError, match="must be as many on each of"):
+        kullback.linear_divergence(
+            *(place(q, p) for q, p in zip((rows, w, rows, v), [Shard(1), Shard(0)] * 2, strict=True))
+        )
+    log_p, ids = y.log_softmax(-1).topk(2)
+    with pytest.raises(TypeError, match="target_values is none"):
+        kullback.topk_divergence(by_tokens, log_p, ids)
+    with pytest.raises(ValueError, match="input must be sharded along its dimension 1"):
+        kullback.topk_divergence(*(place(q, Replicate()) for q in (x, log_p, ids)))
+
+
+def check_data_parallel(ranks: Ranks):
+    """FSDP2 and DDP know nothing of a loss: each process's is of its own rows, and gradients are their mean."""
+    head = torch.randn(30, 8, generator=generator())
+    hidden = torch.randn(2 * ranks.world, 8, generator=generator())
+    teacher = torch.randn(2 * ranks.world, 30, generator=generator())
+    wide = head.clone().requires_grad_()
+    kullback.divergence(hidden @ wide.T, teacher, "jensen_shannon").backward()
+    for wrap in (fully_shard, DistributedDataParallel):
+        model = torch.nn.Linear(8, 30, bias=False, device=ranks.device)
+        with torch.no_grad():
+            model.weight.copy_(head)
+        if wrap is fully_shard:
+            mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+            model = fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model)
+        mine = [ranks.slice(t, 0) for t in (hidden, teacher)]
+        kullback.divergence(model(mine[0]), mine[1], "jensen_shannon").backward()
+        (parameter,) = model.parameters()
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        assert relative_error(gradient, wide.grad) < GRADIENT
+
+
 ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_topk, check_linear]
 OTHERS = [
     check_forms_and_options,
@@ -410,6 +578,10 @@ OTHERS = [
     check_linear_teachers,
     check_linear_collectives,
     check_agreement,
+    check_compiled,
+    check_dtensors,
+    check_refused_placements,
+    check_data_parallel,
 ]
 
 
@@ -427,6 +599,49 @@ def test_two_ranks(tmp_path):
     spawn(suite, 2, tmp_path)
 
 
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks(world, tmp_path):
-    spawn(rows_suite, world, tmp_path)
+def test_three_ranks(tmp_path):
+    spawn(rows_suite, 3, tmp_path)
+
+
+def two_dimensions(ranks: Ranks):
+    rows_suite(ranks)
+    check_dtensors(ranks)
+
+
+def test_four_ranks(tmp_path):
+    spawn(two_dimensions, 4, tmp_path)
+
+
+@pytest.mark.gpus
+def test_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.fail("this suite needs two CUDA devices")
+    spawn(suite, 2, tmp_path, "nccl")
+
+
+def long_rows(ranks: Ranks):
+    """The vocabulary of GPT-2, a prime number of tokens: of all kinds."""
+    for dtype, kind in itertools.product((torch.float64, torch.float32), KINDS):
+        x, y = sample("logits", (2, 3, 50257), generator(), dtype)
+        check(ranks, y + 0.5 * x, y, kind, None)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_long_rows(world, tmp_path):
+    spawn(long_rows, world, tmp_path)
+
+
+def killed(ranks: Ranks):
+    """The others get torch's own error, at once on gloo: no hang."""
+    dist.barrier()
+    if ranks.rank == 1:
+        os._exit(0)
+    x = torch.randn(4, 9)
+    with pytest.raises(RuntimeError, match="gloo"):
+        kullback.divergence(x, x, group=ranks.group)
+    os._exit(0)  # a barrier would wait for the dead
+
+
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
+    spawn(killed, 2, tmp_path)
