@@ -58,6 +58,7 @@ def _run(rank: int, checks: Callable[[Ranks], None], store: Path, world: int, ba
 
 
 def spawn(checks: Callable[[Ranks], None], world: int, folder: Path, backend: str = "gloo") -> None:
+    folder.mkdir(exist_ok=True)
     mp.spawn(_run, (checks, folder / f"store of {world}", world, backend), world)
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import kullback
 from kullback.divergences import DIVERGENCES
 from tests import kinds, oracle, samples
+from tests.conftest import no_synchronisation
 from tests.kinds import KINDS
 from tests.ranks import Ranks, counted, spawn
 from tests.samples import masked, sample
@@ -569,6 +570,33 @@ def check_data_parallel(ranks: Ranks):
         assert relative_error(gradient, wide.grad) < GRADIENT
 
 
+def check_cuda(ranks: Ranks):
+    """The host waits for nothing; and a captured graph, its collective in it, serves other numbers."""
+    x, y, z = torch.randn(3, 64, 4000, generator=generator()).to(ranks.device)
+    x, y = x.bfloat16().requires_grad_(), y.bfloat16()
+    log_p, ids = z.log_softmax(-1).topk(8)
+    place = {"first_token": 4000 * ranks.rank, "total_vocab": 4000 * ranks.world}
+    for kind in ("kl", "jensen_shannon", "renyi"):
+        losses = (
+            lambda kind=kind: kullback.divergence(x, y, kind, group=ranks.group),
+            lambda kind=kind: kullback.topk_divergence(x, log_p, ids, kind, group=ranks.group, **place),
+        )
+        for loss in losses:
+            run = lambda loss=loss: torch.autograd.grad(loss(), x)[0]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                run()
+            torch.cuda.synchronize()
+            with no_synchronisation():
+                run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                captured = run()
+            with torch.no_grad():
+                x.copy_(x.flip(0))
+            graph.replay()
+            assert relative_error(captured, run()) < GRADIENT, kind
+
+
 ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_topk, check_linear]
 OTHERS = [
     check_forms_and_options,
@@ -617,6 +645,7 @@ def test_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.fail("this suite needs two CUDA devices")
     spawn(suite, 2, tmp_path, "nccl")
+    spawn(check_cuda, 2, tmp_path / "graphs", "nccl")
 
 
 def long_rows(ranks: Ranks):

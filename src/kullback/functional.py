@@ -158,6 +158,10 @@ def divergence(
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
+        group: a process group whose ranks share the vocabulary (tensor parallelism): each passes its slice of every
+            row, of any width, and gets the same loss to the bit and the gradients of its slice. `valid_vocab` is then
+            of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl,
+            total_variation, hellinger and chi2 from logits in two; a backward needs none (docs/parallel.md).
         inplace: let the input's gradient take the place of its values, where one is wanted: a tensor less. For logits
             that nothing else needs; whatever saved them for its own backward raises there.
         **params: the kind's parameter.
@@ -165,7 +169,8 @@ def divergence(
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32 for 16-bit inputs, else the promoted dtype. Where
         there are no rows, or no weight, sum and mean are 0 with zero gradients. Of DTensors, replicated or sharded by
-        rows, a DTensor: each device finds its own rows', and a sum is partial until it is needed.
+        rows, a DTensor: each device finds its own rows', and a sum is partial until it is needed. On one dimension of
+        their mesh they may be sharded along the vocabulary: the loss is replicated there.
 
     Raises:
         TypeError: an argument of the wrong type or dtype (integer, bool, complex).
@@ -267,6 +272,12 @@ def topk_divergence(
         logit_scale, softcap: of the student's logits, as of :func:`divergence`.
         valid_vocab: how many elements of the student's row count.
         row_weight, reduction, normalizer, **params: as of :func:`divergence`.
+        group: a process group whose ranks share the student's vocabulary: each passes its slice of every row and the
+            teacher's entries, whose ids are of the whole vocabulary. They meet in one all-gather of k + 2 numbers a
+            row; a teacher's gradient is the same on all.
+        first_token, total_vocab: the id of the slice's first token, and how many tokens that count all ranks have
+            together. Without them the ranks tell each other the widths of their slices, in rank order, for which the
+            host waits.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is.
@@ -397,6 +408,13 @@ def linear_divergence(
         logits_dtype: what products are summed and kept in; by default float32 where hidden states and heads are of 16
             bits. Their own dtype is faster, and rounds logits as a model's own are: gradients are off by percents, of a
             student within 1 % of its teacher by as much as there is of them.
+        group: a process group whose ranks share the vocabulary: each passes its rows of both heads and biases, and its
+            slice of a teacher's logits; hidden states and entries are the same on all. Parts of hidden states'
+            gradients are summed over the ranks while later chunks are computed; a head's gradient is its rank's own.
+        first_token, total_vocab: as of :func:`topk_divergence`; all ranks cut their rows into the same chunks by them.
+        sequence_dim: the dimension of rows along which each rank has its part, as many as each other, of hidden states,
+            entries and row weights (sequence parallelism). They are gathered; hidden states' gradients are
+            reduce-scattered. Losses of rows are of the rank's own.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states
