@@ -124,6 +124,18 @@ def check_forms_and_options(ranks: Ranks):
                 x = x.flip(0)
                 check(ranks, x, y, kind, cuts, form=form, target_form=target_form)
     x, y = (sample("logits", (2, 3, 101), generator(), torch.float64, scale) for scale in (1.0, 2.0))
+    whole = (3 * x).clone().requires_grad_()
+    capped = {"softcap": 2.0, "logit_scale": 0.7, "target_softcap": 3.0}
+    truth = kullback.divergence(whole, y, "skew_kl", **capped)
+    (gradient,) = torch.autograd.grad(truth, whole)
+    for inplace in (False, True):
+        leaf = ranks.slice(3 * x, cuts=cuts).requires_grad_()
+        given = leaf * 1
+        loss = kullback.divergence(
+            given, ranks.slice(y, cuts=cuts), "skew_kl", group=ranks.group, inplace=inplace, **capped
+        )
+        hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, inplace)
+        assert inplace == (not torch.equal(given, leaf))
     weight = torch.rand(2, 3, generator=generator(), dtype=torch.float64)
     for backend in ("torch", *(("c",) if ranks.device.type == "cpu" else ())):
         with kullback.backend(backend):
@@ -262,6 +274,15 @@ def check_topk(ranks: Ranks):
             teacher = log_p.to(ranks.device), ids.to(ranks.device)
             loss = kullback.topk_divergence(leaf, *teacher, kind, group=ranks.group, **options)
             hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], dtype, (form, tail, kind, dtype))
+    x = sample("logits", (5, vocab), generator(), torch.float64)
+    log_p, ids = sample("log_probs", (5, vocab), generator().manual_seed(3), torch.float64).topk(k)
+    whole = x.clone().requires_grad_()
+    options = {"softcap": 1.5, "temperature": 0.8, "target_temperature": 1.0}
+    truth = kullback.topk_divergence(whole, log_p, ids, **options)
+    (gradient,) = torch.autograd.grad(truth, whole)
+    leaf = ranks.slice(x, cuts=cuts).requires_grad_()
+    loss = kullback.topk_divergence(leaf, log_p.to(ranks.device), ids.to(ranks.device), group=ranks.group, **options)
+    hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, options)
     # Padded, one slice empty; logits whose offset would take the digits of float32
     x = sample("logits", (5, vocab), generator(), torch.float64) + 1000
     log_p, ids = sample("log_probs", (5, vocab), generator().manual_seed(3), torch.float64).topk(k)
@@ -403,6 +424,17 @@ def check_agreement(ranks: Ranks):
         kullback.divergence(x, x, kind, group=ranks.group)
     with kullback.checking_ranks():  # slices may be of any width
         assert kullback.divergence(x, x, group=ranks.group) == 0
+    loss = kullback.DivergenceLoss("hellinger", group=ranks.group, reduction="sum")
+    assert loss(x, x + 1) < 1e-6  # the same for all tokens: the softmax's
+    assert torch.equal(loss(x, -x), kullback.divergence(x, -x, "hellinger", group=ranks.group, reduction="sum"))
+    with pytest.raises(ValueError, match="first_token and total_vocab go together; got 0 and None"):
+        kullback.topk_divergence(x, x, x.long(), group=ranks.group, first_token=0)
+    with pytest.raises(TypeError, match="total_vocab must be an integer; got float"):
+        kullback.topk_divergence(x, x, x.long(), group=ranks.group, first_token=0, total_vocab=9.0)
+    with pytest.raises(ValueError, match="sequence_dim must be a dimension of rows, from 0 to 0; got 1"):
+        kullback.linear_divergence(x, x, x, x, group=ranks.group, sequence_dim=1)
+    with pytest.raises(ValueError, match="sequence_dim needs a teacher of hidden states or of entries"):
+        kullback.linear_divergence(x, x, x[:, :4], group=ranks.group, sequence_dim=0)
     with pytest.raises(ValueError, match="first_token must lie from 0 to 1"):
         kullback.topk_divergence(x[:, :9], x[:, :1], x[:, :1].long(), group=ranks.group, first_token=2, total_vocab=10)
 
@@ -446,6 +478,14 @@ def check_compiled(ranks: Ranks):
         assert relative_error(ours, expected) < LOSS, name
         for a, b in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
             assert relative_error(a, b) < GRADIENT, name
+
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    leaves = [distribute_tensor(t, mesh, [Shard(1)]).detach().requires_grad_() for t in (x, y)]
+    loss = lambda a, b: kullback.divergence(a, b, "jensen_shannon")
+    ours, expected = torch.compile(loss, fullgraph=True)(*leaves), loss(*leaves)
+    assert relative_error(ours.to_local(), expected.to_local()) < LOSS
+    for a, b in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert relative_error(a.to_local(), b.to_local()) < GRADIENT
 
 
 def check_dtensors(ranks: Ranks):

@@ -195,13 +195,19 @@ def check_slice(width: int, first_token: int | None, total_vocab: int | None) ->
         )
 
 
-def check_sequence_dim(dim: int | None, input: Tensor, group: ProcessGroup | None, has_whole_rows: bool) -> None:
+def check_sequence_dim(dim: int | None, group: ProcessGroup | None) -> None:
     if dim is None:
         return
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"sequence_dim must be an integer; got {type(dim).__name__}")
     if group is None:
         raise ValueError(f"sequence_dim goes with a group; got {dim} and none")
+
+
+def check_sequence(dim: int | None, input: Tensor, has_whole_rows: bool) -> None:
+    """Of rows of which each rank has a part along that dimension."""
+    if dim is None:
+        return
     if not 0 <= dim < input.dim() - 1:
         raise ValueError(f"sequence_dim must be a dimension of rows, from 0 to {input.dim() - 2}; got {dim}")
     if has_whole_rows:
@@ -474,8 +480,11 @@ PROBLEM_OPTIONS = (
     "softcap",
     "target_softcap",
 )
-DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace")
-LINEAR_OPTIONS = ("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype")
+DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace", "group")
+LINEAR_OPTIONS = (
+    *("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype"),
+    *("group", "first_token", "total_vocab", "sequence_dim"),
+)
 
 
 def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -487,6 +496,9 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_dtype("logits_dtype", given.pop("logits_dtype", None))
     inplace = given.pop("inplace", False)
     check_flag("inplace", inplace)
+    group = given.pop("group", None)
+    check_group(group, given.pop("first_token", None), given.pop("total_vocab", None))
+    check_sequence_dim(given.pop("sequence_dim", None), group)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
     if inplace:

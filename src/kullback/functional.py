@@ -12,7 +12,7 @@ from torch import Tensor
 from kullback import backends, checks, linear, parallel, sharded, topk
 from kullback.forms import FORMS
 from kullback.linear import Models
-from kullback.problem import Problem, Side
+from kullback.problem import WHOLE, Problem, Side
 from kullback.reductions import reduction_of
 from kullback.tracing import in_functorch
 from kullback.work import Operands
@@ -191,9 +191,12 @@ def divergence(
     backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
-    checks.check_group(group)
-    if valid_vocab == 0 and group is not None:  # a slice of padding alone
-        input, target, valid_vocab = input[..., :0], target[..., :0], None
+    shard = WHOLE
+    if group is not None:
+        checks.check_group(group)
+        shard = parallel.shard(group)
+        if valid_vocab == 0:  # a slice of padding alone
+            input, target, valid_vocab = input[..., :0], target[..., :0], None
     problem = checks.problem(
         params,
         kind,
@@ -206,7 +209,7 @@ def divergence(
         softcap=softcap,
         target_softcap=target_softcap,
         vocab=checks.valid_vocab(valid_vocab, input, target),
-        shard=parallel.shard(group),
+        shard=shard,
     )
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
@@ -311,7 +314,7 @@ def topk_divergence(
     checks.check_reduction(reduction, normalizer, input)
     checks.check_group(group, first_token, total_vocab)
     layout = None
-    if sharded.is_dtensor(input):
+    if any(map(sharded.is_dtensor, (input, target_values, target_indices))):
         checks.valid_width(valid_vocab, input.size(-1))
         of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
         local, layout = sharded.localised({"input": (input, -1)}, of_rows, valid_vocab, group)
@@ -348,7 +351,7 @@ def topk_divergence(
         loss = reduced.finish(topk.per_row(teacher, operands, dtype))
     else:
         loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
-    return loss if layout is None else sharded.replicated(loss, layout)
+    return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 
 def linear_divergence(
@@ -442,7 +445,7 @@ def linear_divergence(
         )
     checks.check_group(group, first_token, total_vocab)
     layout = None
-    if sharded.is_dtensor(weight) or sharded.is_dtensor(input):
+    if any(map(sharded.is_dtensor, (input, weight, target, target_weight))):
         checks.valid_width(valid_vocab, weight.size(0))
         of_tokens = {"weight": (weight, 0), "bias": (bias, 0)}
         of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight}
@@ -457,6 +460,7 @@ def linear_divergence(
         target_indices, row_weight = local.get("target_indices"), local.get("row_weight")
         group, first_token, total_vocab, valid_vocab = layout.place
         sequence_dim = layout.sequence_dim
+    checks.check_sequence_dim(sequence_dim, group)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     if target_weight is None:
         checks.check_tensor("target", target)
@@ -468,18 +472,13 @@ def linear_divergence(
     is_topk = target_indices is not None
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
-    checks.check_sequence_dim(sequence_dim, input, group, target_weight is None and not is_topk)
+    checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
     if valid_vocab == 0 and group is not None:  # a slice of padding alone
-        weight, bias = weight[:0], None if bias is None else bias[:0]
-        if target_weight is not None:
-            target_weight, target_bias = target_weight[:0], None if target_bias is None else target_bias[:0]
-        elif not is_topk:
-            target = target[..., :0]
-        valid_vocab = None
-    if is_topk:
+        vocab = 0
+    elif is_topk:
         vocab = checks.valid_width(valid_vocab, weight.size(0)) or weight.size(0)
     else:
         others = target.size(-1) if target_weight is None else target_weight.size(0)
@@ -488,7 +487,7 @@ def linear_divergence(
     if chunk_rows is None or is_topk:
         shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
     else:
-        shard, tokens = parallel.shard(group), 0  # nobody asks where the slice stands
+        shard, tokens = WHOLE if group is None else parallel.shard(group), 0  # nobody asks where the slice stands
     problem = checks.problem(
         params,
         kind,
@@ -536,7 +535,7 @@ def linear_divergence(
             loss = parallel.own_rows(loss, sequence_dim, group)
     else:
         loss = reduced.finish(linear.total(task, models, reduced.scale))
-    return loss if layout is None else sharded.replicated(loss, layout)
+    return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

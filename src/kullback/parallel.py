@@ -61,9 +61,9 @@ def checking_ranks() -> Iterator[None]:
         _checks.reset(token)
 
 
-def shard(group: dist.ProcessGroup | None) -> Shard:
+def shard(group: dist.ProcessGroup) -> Shard:
     """Of rows that a group shares."""
-    return WHOLE if group is None else Shard(group.group_name)
+    return Shard(group.group_name)
 
 
 def slice_of(

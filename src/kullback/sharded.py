@@ -100,13 +100,16 @@ def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | N
     counts = min(max(problem.vocab - first_token, 0), width) if problem.vocab else width
     if counts == 0:
         local = local._replace(input=local.input[..., :0], target=local.target[..., :0])
-    return _shared(problem, mesh.get_group(shared).group_name, counts if counts < width else 0), local
+    of_slice = _of_slice if torch.compiler.is_compiling() else _cached_of_slice
+    return of_slice(problem, mesh.get_group(shared).group_name, counts if counts < width else 0), local
 
 
-@functools.lru_cache(maxsize=1024)
-def _shared(problem: Problem, group: str, vocab: int) -> Problem:
+def _of_slice(problem: Problem, group: str, vocab: int) -> Problem:
     """The problem of a slice of which so much counts."""
     return dataclasses.replace(problem, vocab=vocab, shard=Sharded(group))
+
+
+_cached_of_slice = functools.lru_cache(maxsize=1024)(_of_slice)
 
 
 def _slice(vocab: int, mesh: DeviceMesh, dim: int) -> tuple[int, int]:
@@ -234,7 +237,7 @@ def localised(
     return {name: tensor.to_local() for name, tensor in tensors.items() if is_dtensor(tensor)}, layout
 
 
-def replicated(loss: Tensor, layout: Layout) -> Tensor:
+def as_dtensor(loss: Tensor, layout: Layout) -> Tensor:
     """A loss, or losses of rows, where the rows lie."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
