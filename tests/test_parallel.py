@@ -6,6 +6,7 @@ A check runs on every rank. `suite` is run on gloo here, and on NCCL by `make te
 import contextlib
 import itertools
 import os
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import kullback
+from kullback import linear
 from kullback.divergences import DIVERGENCES
 from tests import kinds, oracle, samples
 from tests.conftest import no_synchronisation
@@ -298,6 +300,33 @@ def check_topk(ranks: Ranks):
     hold(ranks, loss, [leaf], truth, [own], torch.float32, "padded")
 
 
+def check_topk_in_float32(ranks: Ranks):
+    """An offset that all of a row have takes no digits; nor does a tail that is rounding make a loss infinite."""
+    vocab, k = 67, 40  # every slice has some of each row's ids
+    x = sample("logits", (5, vocab), generator(), torch.float32) + 1000
+    log_p, ids = sample("log_probs", (5, vocab), generator().manual_seed(3), torch.float32).topk(k)
+    x[0].fill_(-torch.inf)[ids[0]] = log_p[0]
+    log_p[0] = log_p[0].log_softmax(-1)
+    whole = x.double().requires_grad_()
+    truth = kullback.topk_divergence(whole, log_p, ids, reduction="none")
+    (gradient,) = torch.autograd.grad(truth.sum(), whole)
+    leaf = ranks.slice(x).requires_grad_()
+    loss = kullback.topk_divergence(
+        leaf, log_p.to(ranks.device), ids.to(ranks.device), group=ranks.group, reduction="none"
+    )
+    assert truth.isfinite().all()
+    hold(
+        ranks,
+        loss[1:],
+        [leaf],
+        truth[1:],
+        [ranks.slice(gradient) * (torch.arange(5) > 0).to(ranks.device)[:, None]],
+        torch.float32,
+        "offset",
+    )
+    assert loss[0] < 1e-6  # of a model from itself
+
+
 def models(dtype, rows, hidden=8, vocab=53):
     shapes = ((*rows, hidden), (vocab, hidden), (vocab,), (*rows, hidden), (vocab, hidden), (vocab,))
     source = generator()
@@ -411,6 +440,20 @@ def check_linear_collectives(ranks: Ranks):
             assert calls[-1][0].startswith("reduce_scatter")
             assert calls[-1][1] == rows * 8 * 4
             assert forward == len(calls) - 1
+
+
+def check_chunks_of_unlike_slices(ranks: Ranks):
+    """Ranks cut their rows alike, whatever the widths of their slices."""
+    h, w, _, t, v, _ = (tensor.to(ranks.device) for tensor in models(torch.float32, (60,)))
+    cuts = [50] * (ranks.world - 1)
+    heads = [ranks.slice(head, 0, cuts) for head in (w, v)]
+    first_token = [0, *cuts][ranks.rank]
+    expected = kullback.linear_divergence(h, w, t, v)
+    for place in ({}, {"first_token": first_token, "total_vocab": 53}):
+        with mock.patch.object(linear, "CHUNK_BYTES", 2500), counted() as calls:
+            loss = kullback.linear_divergence(h, heads[0], t, heads[1], group=ranks.group, **place)
+        assert len(calls) > 2
+        assert relative_error(loss, expected) < LOSS
 
 
 def check_agreement(ranks: Ranks):
@@ -645,6 +688,8 @@ OTHERS = [
     check_again,
     check_linear_teachers,
     check_linear_collectives,
+    check_chunks_of_unlike_slices,
+    check_topk_in_float32,
     check_agreement,
     check_compiled,
     check_dtensors,
