@@ -60,7 +60,8 @@ class Problem:
     def key(self) -> str:
         """All but the numbers; with `scalars` what an operator takes."""
         group, first_token, width = self.shard
-        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab} {first_token} {width} {group}"
+        place = f" {first_token} {width} {group}" if group else ""
+        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}{place}"
 
     @property
     def scalars(self) -> tuple[float, ...]:
@@ -128,10 +129,11 @@ class Problem:
 @functools.lru_cache(maxsize=1024)
 def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0)) -> Problem:
     """The problem of that key and those scalars; without them, one that is good for shapes."""
-    kind, form, target_form, vocab, first_token, width, group = key.split(" ", 6)
+    kind, form, target_form, vocab, *place = key.split(" ", 6)
     temperature, target_temperature, softcap, target_softcap, parameter = scalars
     input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)
-    return Problem(kind, input, target, parameter, int(vocab), Shard(group, int(first_token), int(width)))
+    shard = Shard(place[2], int(place[0]), int(place[1])) if place else WHOLE
+    return Problem(kind, input, target, parameter, int(vocab), shard)
 
 
 class Formula(NamedTuple):
