@@ -297,6 +297,7 @@ def graph(rows: int, vocab: int, device: torch.device, clock: Clock) -> dict:
     x.requires_grad_()
     run = lambda: torch.autograd.grad(kullback.divergence(x, y, group=dist.group.WORLD), x)[0]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             run()

@@ -254,6 +254,23 @@ def check_again(ranks: Ranks):
             gradient.square().sum().backward()
 
 
+def check_transforms(ranks: Ranks):
+    """A batch of problems is one of more rows, which ranks share as any."""
+    x, y = torch.randn(2, 3, 4, 12, generator=generator())
+    parts = [ranks.slice(t) for t in (x, y)]
+    whole = x.clone().requires_grad_()
+    for reduction in ("sum", "none"):
+        loss = lambda a, b, reduction=reduction: kullback.divergence(
+            a, b, "jensen_shannon", reduction=reduction, group=ranks.group
+        )
+        ours = torch.func.vmap(loss)(*parts)
+        expected = kullback.divergence(whole, y, "jensen_shannon", reduction="none")
+        assert relative_error(ours, expected.sum(-1) if reduction == "sum" else expected) < LOSS
+        gradient = torch.func.grad(lambda a, loss=loss: torch.func.vmap(loss)(a, parts[1]).sum())(parts[0])
+        (exact,) = torch.autograd.grad(expected.sum(), whole)
+        assert relative_error(gradient, ranks.slice(exact)) < GRADIENT
+
+
 def check_topk(ranks: Ranks):
     vocab, k = 67, 6
     cuts = ranks.uneven(vocab)
@@ -459,12 +476,15 @@ def check_chunks_of_unlike_slices(ranks: Ranks):
 def check_agreement(ranks: Ranks):
     """Ranks that disagree are told before numbers move."""
     x = torch.randn(4 + ranks.rank, 9, device=ranks.device)
-    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"rank 0 .* 4 rows.*rank 1 .* 5 rows"):
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r" 4 rows.* of rank 0 and .* 5 rows.* of rank 1"):
         kullback.divergence(x, x, group=ranks.group)
     x = torch.randn(4, 9 + ranks.rank, device=ranks.device)
     kind = "kl" if ranks.rank == 0 else "reverse_kl"
     with kullback.checking_ranks(), pytest.raises(ValueError, match=r"kl.*reverse_kl"):
         kullback.divergence(x, x, kind, group=ranks.group)
+    h, w, _, t, v, _ = (tensor.to(ranks.device) for tensor in models(torch.float32, (3 + ranks.rank,)))
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"got \[3, 8\] .* of rank 0 and \[4, 8\]"):
+        kullback.linear_divergence(h, w, t, v, chunk_rows=2, group=ranks.group, sequence_dim=0)
     with kullback.checking_ranks():  # slices may be of any width
         assert kullback.divergence(x, x, group=ranks.group) == 0
     loss = kullback.DivergenceLoss("hellinger", group=ranks.group, reduction="sum")
@@ -686,6 +706,7 @@ OTHERS = [
     check_row_weights_gradient,
     check_collectives,
     check_again,
+    check_transforms,
     check_linear_teachers,
     check_linear_collectives,
     check_chunks_of_unlike_slices,

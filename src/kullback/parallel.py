@@ -118,7 +118,7 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
     """Each row's loss, and what the gradient of a slice needs."""
     problem, operands, group = work.problem, work.operands, resolved(work.problem.shard.group)
     rows = math.prod(operands.input.shape[:-1])
-    _check(group, work, rows)
+    _check_work(work, rows)
     stats = packed(rows, len(fields(RowStats, problem.formula.has_tilted_lse)), operands.input)
     if problem.has_logits:
         backends.run(Rows(problem, operands, "statistics", found=stats))
@@ -141,7 +141,7 @@ def _gather(work: Gather) -> None:
     """Each id's logit is on one rank; of the tail each has a part. Ranks send what they have of the k + 1."""
     problem, x, k = work.problem, work.input, work.ids.size(1)
     group = resolved(problem.shard.group)
-    _check(group, work, x.size(0))
+    _check_work(work, x.size(0))
     form, nothing = problem.input.form, in_torch.none_of(problem.input.form)
     ids = _own_ids(work)
     own = x.new_full((x.size(0), work.gathered.size(1) + 1), nothing, dtype=kept_dtype(x.dtype))
@@ -188,6 +188,8 @@ def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
 
 def gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
     """Everyone's rows, along one of their dimensions; `sums`: of whose gradient each rank has a part."""
+    if not torch.compiler.is_compiling() and _checks.get():
+        _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}")
     return GatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
 
 
@@ -271,18 +273,21 @@ def begin_sum(tensor: Tensor, group: str) -> Sum:
     return begun
 
 
-def _check(group: dist.ProcessGroup, work: Rows | Gather, rows: int) -> None:
+def _check_work(work: Rows | Gather, rows: int) -> None:
     if not _checks.get():
         return
     tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
     if isinstance(work, Rows):
         tensors |= {name: tensor for name, tensor in work.operands._asdict().items() if tensor is not None}
     shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
-    mine = f"{shared}, {rows} rows, { {name: tensor.dtype for name, tensor in tensors.items()} }"
+    dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+    _check(resolved(work.problem.shard.group), f"{shared}, {rows} rows, {dtypes}")
+
+
+def _check(group: dist.ProcessGroup, mine: str) -> None:
+    """That all are about to do the same."""
     asked: list[Any] = [None] * group.size()
     dist.all_gather_object(asked, mine, group=group)
     for rank, other in enumerate(asked):
         if other != asked[0]:
-            raise ValueError(
-                f"ranks must ask for the same; rank 0 of the group asks for {asked[0]}; rank {rank} for {other}"
-            )
+            raise ValueError(f"ranks must ask for the same; got {asked[0]} of rank 0 and {other} of rank {rank}")
