@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback import backends, library
-from kullback.backends.pytorch import gradient_by_formula
+from kullback.backends.pytorch.differentiable import gradient_by_formula
 from kullback.problem import Problem, accumulator, decode
 from kullback.tracing import is_traced
 from kullback.work import Operands, Scale

@@ -12,18 +12,15 @@ from typing import NamedTuple
 from kullback.divergences import Pair
 from kullback.formula import (
     Value,
-    absolute,
     exp,
     log,
     log_difference,
     log_quotient,
     logit_difference,
     logit_mass,
+    mass_difference,
     ratio_or_zero,
-    select_near,
-    small_expm1,
     variable,
-    where,
 )
 
 
@@ -102,9 +99,6 @@ def pair(form: str, target_form: str, x: Value, y: Value) -> Pair:
         ratio = logit_difference(y, other.inv_temperature, x, own.inv_temperature, high, low)
     else:
         ratio = log_difference(log_p, log_q)
-    # p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf. Of the larger, so that
-    # exchanging them changes the sign and not a bit.
-    less = small_expm1(-absolute(ratio))
-    q_minus_p = select_near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
+    q_minus_p = mass_difference(p, q, ratio)
     centred = FORMS[form].normalised and FORMS[target_form].normalised
     return Pair(p, q, log_p, log_q, ratio, q_minus_p, variable("tilted_lse"), centred)

@@ -162,6 +162,11 @@ def log_geometric_mean(p: Value, q: Value, log_p: Value, log_q: Value, ratio: Va
     return _apply("log_geometric_mean", p, q, log_p, log_q, ratio, a)
 
 
+def mass_difference(p: Value, q: Value, ratio: Value) -> Value:
+    """q - p of ratio = log(p/q), without cancellation. Kernels find it by an exponential less 1."""
+    return _apply("mass_difference", p, q, ratio)
+
+
 def log_quotient(p: Value, q: Value) -> Value:
     """log(p / q) of two masses; 0 where both are 0, NaN where one is negative. Never over- or underflows."""
     return _apply("log_quotient", p, q)
@@ -272,6 +277,11 @@ def _fraction(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(nothing, 0.0, part) / torch.where(nothing, 1.0, whole)
 
 
+def _mass_difference(p: Tensor, q: Tensor, ratio: Tensor) -> Tensor:
+    """By the hyperbolic tangent, which is exact near 0 and ±1 at infinity."""
+    return torch.mul(torch.add(p, q), torch.tanh(torch.mul(ratio, -0.5)))
+
+
 def _sqrt(x: Tensor) -> Tensor:
     """Its derivative at 0 is taken as 0, where autograd would make inf · 0 of it."""
     nothing = torch.eq(x, 0)
@@ -300,7 +310,8 @@ def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _logit_difference(y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    # Tensors of logits are float64, where the plain difference is exact enough.
+    # Where this is asked for tensors are float64, and the plain difference is exact enough: float32's ratio is
+    # found by the backend (pytorch/softmax.py).
     log_p, log_q = y * y_scale, x * x_scale
     nothing = (log_p < -1e38) & (log_q < -1e38)  # no masses, and of scaled numbers one may be infinite
     return torch.where(nothing, 0.0, _log_difference(log_p, log_q) - (high + low))
@@ -370,6 +381,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "mass_times": _mass_times,
     "ratio_or_zero": _ratio_or_zero,
     "fraction": _fraction,
+    "mass_difference": _mass_difference,
     "mixture": lambda a, p, b, q: a * p + b * q,
     "select_normal": _select_normal,
     "geometric_mean": _geometric_mean,

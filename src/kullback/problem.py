@@ -225,9 +225,12 @@ def has_corner(kind: str) -> bool:
     return Problem(kind, Side("logits"), Side("logits"), default).curvature == 0
 
 
+WITHOUT_FLOAT64 = {"mps"}  # types of devices
+
+
 def accumulator(tensor: Tensor) -> torch.dtype:
     """The dtype of sums, row weights and upstream gradients: float64 where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.float32 if tensor.device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:

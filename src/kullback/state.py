@@ -6,8 +6,8 @@
     gradient(piece, state)
 
 Whoever has the whole row gets loss, state and gradients from one launch. Pieces of a row (of a chunk, of a rank) go
-through the four steps, and give the whole row's result. All numbers are float64, [rows] each; kernels read and write
-them packed, [fields, rows].
+through the four steps, and give the whole row's result. All numbers are float64 where the device has it, [rows] each;
+kernels read and write them packed, [fields, rows].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kullback.divergences import Pair
 from kullback.formula import geometric_mean, log_difference, log_geometric_mean, select_near
-from kullback.problem import Problem
+from kullback.problem import Problem, accumulator
 
 
 class Mode(enum.IntEnum):
@@ -90,7 +90,7 @@ def state_fields(problem: Problem) -> int:
 
 def packed(rows: int, count: int, like: Tensor) -> Tensor:
     """Memory for so many numbers of each row."""
-    return like.new_empty((count, rows), dtype=torch.float64)
+    return like.new_empty((count, rows), dtype=accumulator(like))
 
 
 def unpacked(record: type[Record], known: Tensor) -> Record:
@@ -200,10 +200,11 @@ def finish(problem: Problem, stats: RowStats, sums: RowSums) -> tuple[Tensor, Ro
         is_near = term.isfinite() & correction.isfinite() & (stats.tilted_lse == 0)
         term = torch.where(is_near, (term + correction).clamp(min=0), term)
     done = problem.formula.finish.run({"total": term, "tilted_lse": stats.tilted_lse, **problem.parameters})
-    log_z_diff = stats.target_lse - stats.input_lse
-    d_loss = done["derivative"]
-    if not isinstance(d_loss, Tensor):
-        d_loss = torch.full_like(term, d_loss)  # a number on its way to a device would be waited for
+    derivative = done["derivative"]
+    d_loss = derivative if isinstance(derivative, Tensor) else term.new_full((), derivative)
+    return done["loss"], state_of(stats, sums, d_loss.expand_as(term))
+
+
+def state_of(stats: RowStats, sums: RowSums, d_loss: Tensor) -> RowState:
     lse = stats.input_lse, stats.target_lse
-    state = RowState(*lse, log_z_diff, sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)
-    return done["loss"], state
+    return RowState(*lse, lse[1] - lse[0], sums.d_log_p, sums.d_log_q, d_loss, sums.mode, stats.tilted_lse)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kullback.formula import Symbol, Value, node, where
+from kullback.formula import Symbol, Value, absolute, node, select_near, small_expm1, where
 from kullback.problem import formula
 
 
@@ -47,6 +47,11 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
             return where(ratio < 0.0, log_q, log_p) + where(ratio < 0.0, a * ratio, (a - 1.0) * ratio)
         case "exp", (Symbol(op="sub", args=(Symbol(op="logit_log_geometric_mean", args=log_mean), log_total)),):
             return node("logit_tilted_mass", *log_mean, log_total)
+        case "mass_difference", (p, q, ratio):
+            # p·expm1(-ratio) loses nothing where p and q are near; where they are far it may be 0·inf. Of the larger,
+            # so that exchanging them changes the sign and not a bit.
+            less = small_expm1(-absolute(ratio))
+            return select_near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
         case "mixture", (a, p, b, q) if not _are_logit_masses(p, q):
             return a * p + b * q
         case "log_fraction", (part, whole, value):

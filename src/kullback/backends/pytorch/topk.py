@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kullback.problem import Problem, kept_dtype
+from kullback.problem import Problem, accumulator, kept_dtype
 from kullback.tracing import in_functorch
 from kullback.work import Entries, Gather, Scatter, TopK
 
@@ -153,8 +153,9 @@ def no_token(vocab: int, index: float) -> ValueError:
 def _log_tail(log_p: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log of what so many other tokens have together: of equal shares, the choice of largest entropy, tempered."""
     least = torch.finfo(log_p.dtype).eps / 2  # what rounding leaves of 1 - 1
-    mass = (1 - log_p.double().exp().sum(-1, keepdim=True)).clamp(min=least)
-    log_tokens = tokens.clamp(min=1).double().log()
+    wide = accumulator(log_p)
+    mass = (1 - log_p.to(wide).exp().sum(-1, keepdim=True)).clamp(min=least)
+    log_tokens = tokens.clamp(min=1).to(wide).log()
     tail = log_tokens + (mass.log() - log_tokens) / temperature
     return torch.where(tokens > 0, tail, -math.inf).to(log_p.dtype)
 

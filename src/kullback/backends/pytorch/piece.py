@@ -1,0 +1,309 @@
+"""Some elements of some rows: their masses, sums and gradients, in float32, or in float64 where an input is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kullback.backends.pytorch.programs import OPERATIONS, Way, program, traits
+from kullback.forms import FORMS, SIDES
+from kullback.formula import Value
+from kullback.problem import Problem, Side, accumulator, has_corner
+from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
+
+MASSES = {"input": "q", "target": "p"}
+OF_ELEMENTS = (*MASSES.values(), "ratio", "q_minus_p")  # what depends on the normalisers alone
+
+
+class Elements(dict[str, Value]):
+    """What an expression may name: of elements and of rows, found when it is first asked for."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        values: Mapping[str, Tensor],
+        known: RowStats | RowState | None = None,
+    ) -> None:
+        super().__init__(x=values["input"], y=values["target"], **problem.parameters)
+        self.known, self.dtype = known, compute_dtype(*values.values())
+        double = self.dtype == torch.float64
+        self.scales = {n: inverse_temperature(side, double) for n, side in zip(SIDES, problem.sides, strict=True)}
+
+    def __missing__(self, name: str) -> Value:
+        finders = {"ratio": self._ratio, "q_minus_p": self._q_minus_p}
+        found = self[name] = finders[name]() if name in finders else self._of_rows(name)
+        return found
+
+    def column(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.dtype).unsqueeze(-1)
+
+    def _of_rows(self, name: str) -> Value:
+        known, (side, _, field) = self.known, name.partition("_")
+        assert known is not None
+        if name == "tilted_lse":
+            return self.column(known.tilted_lse)
+        if field == "inv_temperature":
+            return self.scales[side]
+        if field == "grad_sum":
+            assert isinstance(known, RowState)
+            return self.column(known.d_log_q if side == "input" else known.d_log_p)
+        # Logits are taken against the number next to their log-sum-exp that they can be.
+        lse, scale = known.input_lse if side == "input" else known.target_lse, self.scales[side]
+        reference = (lse / scale).to(self.dtype)
+        if field == "max":
+            return reference.unsqueeze(-1)
+        assert field == "log_sum_exp"
+        return self.column(torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale))
+
+    def _ratio(self) -> Tensor:
+        """log(p/q), finite where both logits are -inf. Where they are close their difference is exact."""
+        known, (x_scale, y_scale) = self.known, self.scales.values()
+        x: Tensor = self["x"]
+        y: Tensor = self["y"]
+        assert known is not None
+        rest = known.log_z_diff if isinstance(known, RowState) else known.target_lse - known.input_lse
+        scale = 1.0
+        if x_scale == y_scale:
+            # Logits keep their digits when a whole number is taken off those that are larger in size.
+            scale, rest = x_scale, rest if x_scale == 1 else rest / x_scale
+            whole = torch.round(rest)
+            rest = rest - whole
+            whole = self.column(whole)
+            is_y_larger = (known.target_lse.abs() > known.input_lse.abs()).unsqueeze(-1)
+            of_y = torch.where(is_y_larger, whole, 0.0)
+            ratio = (y - of_y).sub_(x + (whole - of_y))
+        else:
+            log_p, log_q = y.to(self.dtype) * y_scale, x.to(self.dtype) * x_scale
+            nothing = (log_p < -1e38) & (log_q < -1e38)  # no masses, and of scaled numbers one may be infinite
+            ratio = torch.where(nothing, 0.0, log_p - log_q)
+        ratio.nan_to_num_(0.0, math.inf, -math.inf)
+        high = self.column(rest)
+        ratio -= high
+        ratio -= self.column(rest - high.squeeze(-1))
+        return ratio if scale == 1 else ratio.mul_(scale)
+
+    def _q_minus_p(self) -> Tensor:
+        """-(p + q) tanh(ratio / 2), which is exact near 0 and at the infinities."""
+        ratio: Tensor = self["ratio"]
+        if ratio.device.type == "cpu":  # where tanh takes three times as long as expm1
+            less = torch.copysign(ratio, -1.0).expm1_()
+            less /= less + 2.0
+            less.copysign_(ratio).neg_()
+        else:
+            less = torch.mul(ratio, -0.5).tanh_()
+        return less.mul_(self["p"] + self["q"])
+
+
+class Piece:
+    """Some elements of some rows, as they count, and what is known of their rows."""
+
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool) -> None:
+        """`is_whole`: whether it is known that the elements are all of their rows."""
+        self.problem, self.is_whole = problem, is_whole
+        dtype = compute_dtype(x, y)
+        self.values = {}
+        for name, values, side in zip(SIDES, (x, y), problem.sides, strict=True):
+            # Logits are widened by what reads them first.
+            is_read_once = side.form == "logits" and not side.softcap and dtype == torch.float32
+            self.values[name] = values if is_read_once else capped(values.to(dtype), side.softcap)
+        self.elements = Elements(problem, self.values)
+        self.way = self._way()
+
+    def _way(self) -> Way:
+        """What is tried first. On a device no sum can be looked at, for that would wait for it."""
+        x, y = self.values.values()
+        if (
+            compute_dtype(x, y) == torch.float64 or x.numel() == 0
+        ):  # of literal rows the exact log_quotient takes twice as long
+            return Way.EXACT
+        is_on_cpu = x.device.type == "cpu"
+        if self.problem.is_normalised:
+            if is_on_cpu:
+                return Way.FAST
+            return Way.PARTIALS if traits(self.problem.kind).adds_partials else Way.EXACT
+        lower, _ = FORMS[self.problem.target.form].in_range or (-math.inf, 0)
+        return Way.IN_RANGE if is_on_cpu and y.amin().item() > lower else Way.EXACT
+
+    def of_rows(self, rows: Tensor) -> Piece:
+        """Some of its rows, as a piece whose formula is exact."""
+        part = object.__new__(Piece)
+        part.problem, part.is_whole, part.way = self.problem, self.is_whole, Way.EXACT
+        part.values = {name: values[rows] for name, values in self.values.items()}
+        part.elements = Elements(part.problem, part.values)
+        part.elements |= {name: self.elements[name][rows] for name in MASSES.values() if name in self.elements}
+        return part
+
+    def normalise(self, known: RowStats | RowState) -> None:
+        """Say what is known of the rows. What was found with the same normalisers stays."""
+        former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
+        self.elements = Elements(self.problem, self.values, known)
+        is_same = former.known is not None and all(getattr(former.known, n) is getattr(known, n) for n in names)
+        kept = OF_ELEMENTS if is_same else MASSES.values()
+        self.elements |= {name: former[name] for name in kept if name in former}
+        for name, side, lse in zip(SIDES, self.problem.sides, (known.input_lse, known.target_lse), strict=True):
+            if side.form == "logits" and MASSES[name] not in self.elements:
+                # Of a whole row exactly 1: a mass next to 1 is what it was when the row was summed.
+                share = torch.exp(self._own_lse(name) - lse)
+                self.elements[MASSES[name]] *= self.elements.column(share)
+
+    def statistics(self, with_moments: bool) -> RowStats:
+        problem, nothing = self.problem, self._numbers(0.0)
+        sides = zip(SIDES, problem.sides, strict=True)
+        lse = [self._own_lse(name) if side.form == "logits" else nothing for name, side in sides]
+        stats = RowStats._make([*lse, nothing, nothing, nothing, self._numbers(Mode.SAFE), nothing])
+        with_moments = with_moments and problem.has_moments
+        if problem.is_normalised and (with_moments or has_corner(problem.kind)):
+            # What float32 normalisers are off by shows in Σ (q - p). Half of it is taken off each.
+            self.normalise(stats)
+            off = torch.log1p(self.elements["q_minus_p"].sum(-1)).to(nothing.dtype)
+            off = torch.where(off.isfinite(), off, 0.0) / 2
+            stats = stats._replace(input_lse=stats.input_lse + off, target_lse=stats.target_lse - off)
+        if problem.formula.has_tilted_lse and problem.is_normalised:
+            self.normalise(stats)
+            log_tilted = self.run(["log_tilted"], Way.EXACT)["log_tilted"]
+            stats = stats._replace(tilted_lse=far_tilted_lse(log_sum_exp(log_tilted).to(nothing.dtype)))
+        if not with_moments:
+            return stats
+        sums = self.accumulate(stats)
+        return stats._replace(term=sums.term, d_log_p=sums.d_log_p, d_log_q=sums.d_log_q)
+
+    def accumulate(self, stats: RowStats) -> RowSums:
+        """All sums only where a gradient of logits will ask for them."""
+        self.normalise(stats)
+        way, sums = self.way, self._sums(self.way)
+        if way is Way.FAST:
+            is_right = torch.stack(list(sums)).sum(0).isfinite()
+            is_right &= (sums.term >= traits(self.problem.kind).least_fast_sum) | (stats.tilted_lse != 0)
+            rest = torch.nonzero(~is_right).squeeze(1)
+            if len(rest) == len(is_right):
+                self.way = Way.EXACT
+            elif len(rest):
+                part = self.of_rows(rest)
+                exact = part.accumulate(RowStats._make(number[rest] for number in stats))
+                return RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
+        elif way is Way.IN_RANGE and not math.isfinite(sums.term.sum().item()):
+            self.way = Way.EXACT
+        return sums if self.way is way else self._sums(self.way)
+
+    def write(
+        self, outputs: Sequence[Tensor | None], state: RowState | None, grad_out: Tensor | float, skips: bool
+    ) -> None:
+        """Fill the wanted gradients. `skips`: whether rows of grad_out 0 are not to be read."""
+        if self.way is Way.FAST and state is not None:
+            rest = torch.nonzero(state.mode != Mode.FAST).squeeze(1)
+            if len(rest) == len(state.mode):
+                self.way = Way.EXACT
+            elif len(rest):
+                found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
+                upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
+                known = RowState._make(number[rest] for number in state)
+                self.of_rows(rest).write(found, known, upstream, skips)
+                self._write(outputs, state, grad_out, skips)
+                for out, others in zip(outputs, found, strict=True):
+                    if out is not None and others is not None:
+                        out[rest] = others
+                return
+        self._write(outputs, state, grad_out, skips)
+
+    def _write(
+        self, outputs: Sequence[Tensor | None], state: RowState | None, grad_out: Tensor | float, skips: bool
+    ) -> None:
+        if self.problem.has_logits and state is not None:
+            self.normalise(state)
+        names = [name for name, out in zip(SIDES, outputs, strict=True) if out is not None]
+        results = self.run(names, self.way)
+        if self.way is Way.IN_RANGE and not all(math.isfinite(result.sum().item()) for result in results.values()):
+            self.way = Way.EXACT
+            results = self.run(names, self.way)
+        column = self.elements.column(grad_out) if isinstance(grad_out, Tensor) else grad_out
+        for name, side, out in zip(SIDES, self.problem.sides, outputs, strict=True):
+            if out is not None:
+                result = results[name]
+                if side.softcap:
+                    result = result * softcap_grad(self.values[name], side.softcap)
+                if skips and isinstance(column, Tensor) and self.way in (Way.EXACT, Way.PARTIALS):
+                    result = torch.where(column == 0, 0, result)
+                torch.mul(result, column * self.elements.scales[name], out=out)
+
+    def run(self, outputs: Sequence[str], way: Way) -> dict[str, Tensor]:
+        problem = self.problem
+        asked = program(problem.kind, problem.input.form, problem.target.form, way, tuple(outputs))
+        return asked.run(self.elements, OPERATIONS[way])
+
+    def _numbers(self, value: float) -> Tensor:
+        """Of rows, all this."""
+        x = self.values["input"]
+        return x.new_full((), value, dtype=accumulator(x)).expand(x.size(0))
+
+    def _own_lse(self, name: str) -> Tensor:
+        """Log-sum-exp, by a softmax that is kept: the largest logit less the logarithm of its mass."""
+        values, scale, wide = self.values[name], self.elements.scales[name], accumulator(self.values[name])
+        if values.size(-1) == 0:
+            return self._numbers(-math.inf)
+        dtype, is_on_cpu = self.elements.dtype, values.device.type == "cpu"
+        top, index = (values.amax(-1, keepdim=True), None) if is_on_cpu else values.max(-1, keepdim=True)
+        scaled = values if scale == 1 else (values - top.to(dtype)).mul_(scale)
+        masses = torch.softmax(scaled, -1, dtype=dtype)
+        if is_on_cpu:  # where softmax adds a row up in few sums: 2e-6 off with 50000 tokens
+            masses /= masses.sum(-1, keepdim=True)
+        log_mass = (masses.amax(-1, keepdim=True) if index is None else masses.gather(-1, index)).log_()
+        if not self.is_whole:  # a piece may be without mass
+            masses.masked_fill_(top == -math.inf, 0.0)
+            log_mass.masked_fill_(top == -math.inf, 0.0)
+        self.elements[MASSES[name]] = masses
+        top = top.to(wide) if scale == 1 else top.to(wide) * scale
+        return (top - log_mass).squeeze(-1)
+
+    def _sums(self, way: Way) -> RowSums:
+        problem = self.problem
+        adds_partials = way in (Way.FAST, Way.PARTIALS) and traits(problem.kind).adds_partials
+        names = ["d_log_p", "d_log_q"] if problem.has_logits else []
+        # Kept until the next piece is there: glibc gives memory freed all at once back to the system, and the next
+        # piece's temporaries would be faulted in again (measured: up to 2.5 x the time).
+        self.results = results = self.run(names if adds_partials else ["term", *names], way)
+        totals = {id(result): result for result in results.values()}
+        totals = {key: result.sum(-1) for key, result in totals.items()}
+        if not self.is_whole:  # else widened with all rows'
+            totals = {key: total.to(accumulator(total)) for key, total in totals.items()}
+        found = {name: totals[id(result)] for name, result in results.items()}
+        if adds_partials:
+            found["term"] = found["d_log_p"] + found["d_log_q"]
+        if problem.is_normalised and problem.formula.has_tilted_lse and self.elements.known is not None:
+            # Against an infinite log-sum-exp an infinite mass would be NaN.
+            is_finite = self.elements.known.tilted_lse < math.inf
+            found = {name: torch.where(is_finite, total, 0.0) for name, total in found.items()}
+        nothing = self._numbers(0.0)
+        sums = (found.get(name, nothing) for name in ("term", "d_log_p", "d_log_q"))
+        # Both sides' masses sum to 1. What the log-ratios have in common, an error of 1e-7, enters sums squared.
+        return RowSums._make([*sums, nothing, self._numbers(Mode.FAST if way is Way.FAST else Mode.SAFE)])
+
+
+def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def inverse_temperature(side: Side, double: bool) -> float:
+    """What a side's elements are multiplied by; 1 unless they are logits. Kernels hold it in float32."""
+    if side.form != "logits":
+        return 1.0
+    inverse = 1 / side.temperature
+    return inverse if double else torch.tensor(inverse, dtype=torch.float32, device="cpu").item()
+
+
+def capped(x: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(x / softcap) if softcap else x
+
+
+def softcap_grad(capped: Tensor, softcap: float) -> Tensor | float:
+    """d capped(x) / dx, from the capped value."""
+    return 1 - (capped / softcap).square() if softcap else 1.0
+
+
+def log_sum_exp(values: Tensor) -> Tensor:
+    """Of each row of scaled logits; -inf of an empty one, and NaN of one that holds NaN."""
+    return values.logsumexp(-1) if values.size(-1) else values.new_full(values.shape[:-1], -math.inf)

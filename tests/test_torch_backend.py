@@ -1,0 +1,164 @@
+"""The torch backend on machines that CI has not: without float64, and where no sum may be looked at."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kullback
+from kullback import problem
+from kullback.backends.pytorch import piece
+from kullback.backends.pytorch.programs import Way, program, traits
+from kullback.divergences import DIVERGENCES
+from tests import kinds, oracle, samples
+from tests.conftest import no_synchronisation
+from tests.kinds import KINDS
+from tests.samples import masked
+from tests.tolerances import FLOAT_GRADIENT, relative_error
+
+
+def rows(dtype=torch.float32, vocab=1003):
+    return samples.batch(
+        torch.Generator().manual_seed(2),
+        vocab,
+        dtype,
+        far=samples.far(2.0),
+        apart=samples.apart(0.3),
+        close=samples.apart(0.01),
+        closer=samples.apart(1e-3),
+        equal=samples.equal,
+        shifted=samples.shifted(0.05, 40.0),
+        teacher=masked(samples.apart(0.5), y=samples.EVERY_7TH),
+        both=masked(samples.apart(0.5), both=samples.EVERY_7TH),
+        peaked=samples.peaked(samples.apart(0.1), 5, 12.0),
+    )
+
+
+def truth(x, y, kind):
+    x, y = (t.double().cpu().requires_grad_() for t in (x, y))
+    losses = oracle.divergence(x, y, kind, **kinds.parameters(kind))
+    return losses.detach(), *torch.autograd.grad(losses[losses.isfinite()].sum(), (x, y))
+
+
+def ours(x, y, kind, reduction, **options):
+    x, y = (t.detach().clone().requires_grad_() for t in (x, y))
+    loss = kullback.divergence(x, y, kind, reduction=reduction, **kinds.parameters(kind), **options)
+    total = loss.sum()
+    return loss.detach(), *torch.autograd.grad(total, (x, y))
+
+
+def check(kind, batch, device):
+    """A loss of d may be 4e-7/√d of itself off where terms are sums of partial derivatives; else as anywhere."""
+    expected = truth(batch.x, batch.y, kind)
+    finite = expected[0].isfinite()
+    names = [name for name, is_finite in zip(batch.names, finite.tolist(), strict=True) if is_finite]
+    for reduction in ("none", "sum"):
+        x, y = (t.to(device)[finite.to(device)] for t in (batch.x, batch.y))
+        found = [t.double().cpu() for t in ours(x, y, kind, reduction)]
+        if reduction == "none":
+            for loss, exact in zip(found[0], expected[0][finite], strict=True):
+                if exact < 1e-14:
+                    assert abs(loss) < 1e-14
+                    continue
+                own = 4e-7 / exact**0.5 if traits(kind).adds_partials else 0.0
+                assert loss >= 0
+                assert relative_error(loss, exact) < 4e-6 + own
+        for mine, exact in zip(found[1:], expected[1:], strict=True):
+            for name, one, other in zip(names, mine, exact[finite], strict=True):
+                # The textbook's derivative of a root at 0 is no number; a sign's is all of a mass next to 1, or none.
+                if other.isfinite().all() and (kind, name) != ("total_variation", "peaked"):
+                    assert relative_error(one, other) < 2 * FLOAT_GRADIENT or other.norm() < 1e-9, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_device_runs(kind, monkeypatch):
+    way = Way.PARTIALS if traits(kind).adds_partials else Way.EXACT
+    monkeypatch.setattr(piece.Piece, "_way", lambda self: way)
+    with kullback.backend("torch"):
+        check(kind, rows(), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_device(kind):
+    with kullback.backend("torch"):
+        check(kind, rows(), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*itertools.product(("kl", "jensen_shannon", "renyi"), (torch.float32, torch.bfloat16))]
+)
+def test_a_device_is_not_waited_for(kind, dtype):
+    x, y = (t.cuda() for t in rows(dtype)[:2])
+    weight = torch.ones(len(x), device="cuda")
+    with kullback.backend("torch"):
+        ours(x, y, kind, "sum")
+        with no_synchronisation():
+            ours(x, y, kind, "sum")
+            ours(x, y, kind, "none", row_weight=weight)
+
+
+class Float64IsForbidden(TorchDispatchMode):
+    """For a device that has no float64. What is known of a kind is found on a CPU, whatever the device."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            assert not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float64, function
+        return result
+
+
+@pytest.fixture
+def without_float64(monkeypatch):
+    monkeypatch.setattr(problem, "WITHOUT_FLOAT64", {"cpu"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_may_be_no_float64(kind, dtype, without_float64):
+    batch = rows(dtype, vocab=515)
+    expected = truth(batch.x, batch.y, kind)
+    weight = torch.tensor([1.0] * 6 + [0.0, 1.0, 1.0])  # of what the teacher masks a loss may be infinite
+    with kullback.backend("torch"):
+        ours(batch.x, batch.y, kind, "none")  # finds what is known of the kind
+        for reduction in ("none", "sum", "mean"):
+            with Float64IsForbidden():
+                loss, *gradients = ours(batch.x, batch.y, kind, reduction, row_weight=weight)
+            if reduction == "none":
+                for row in (0, 1, 2, 5, 7):
+                    assert relative_error(loss[row], expected[0][row]) < 1e-4, row
+                assert loss[4] == 0
+            if reduction != "mean":
+                tight = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+                for found, exact in zip(gradients, expected[1:], strict=True):
+                    for row in (0, 1, 2, 5, 7):
+                        assert relative_error(found[row], exact[row]) < tight, row
+
+
+def test_literal_rows_and_topk_teachers_without_float64(without_float64, generator):
+    p, q = (samples.sample("log_probs", (4, 300), generator) for _ in range(2))
+    values, ids = p.topk(8)
+    logits = samples.sample("logits", (4, 300), generator)
+    with kullback.backend("torch"):
+        expected = kullback.topk_divergence(logits.double(), values.double(), ids)
+        kullback.divergence(q, p, form="log_probs")
+        with Float64IsForbidden():
+            leaf = q.clone().requires_grad_()
+            kullback.divergence(leaf, p, form="log_probs").backward()
+            student = logits.clone().requires_grad_()
+            loss = kullback.topk_divergence(student, values, ids)
+            loss.backward()
+    assert relative_error(loss, expected) < 1e-5
+    assert student.grad.isfinite().all()
+
+
+def test_terms_that_are_sums_of_their_partial_derivatives():
+    """Far from p = q; others are computed as they are written."""
+    assert {kind for kind in DIVERGENCES if traits(kind).adds_partials} == {"kl", "reverse_kl", "alpha", "renyi"}
+    assert not traits("jeffreys").least_fast_sum  # exact as it stands
+    assert all(
+        step.op != "select_near" for step in program("jensen_shannon", "logits", "logits", Way.FAST, ("term",)).steps
+    )
