@@ -10,7 +10,7 @@ VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-integrations test-gpu sanitize mutate tables real lint format clean
+.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,7 +24,7 @@ test: $(VENV)/.installed lint    ## all that needs no GPU
 	$(PYTEST)
 
 test-full: $(VENV)/.installed    ## and what takes longer
-	$(PYTEST) -m 'not gpu'
+	$(PYTEST) -m 'not gpu and not gpus'
 
 test-versions:                   ## the suite on the lowest and the newest PyTorch and Python, each in an environment of its own
 	for each in $(VERSIONS); do \
@@ -46,6 +46,9 @@ test-integrations: $(INTEGRATIONS)/.installed ## with the packages that kullback
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+
+test-gpus:                       ## on a machine with two CUDA devices: NCCL
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests
 
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \

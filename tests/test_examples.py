@@ -32,6 +32,16 @@ def test_the_teacher_helps(name, options, says, tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+def test_tensor_parallelism():
+    """Its own assertions hold loss and gradients to one process."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, EXAMPLES / "tensor_parallel.py", "--steps", "10"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, re.search(r"10 steps: ([\d.]+) -> ([\d.]+)", done.stdout).groups())
+    assert last < first
+
+
 def test_what_the_sanitizer_watches():
     script = Path(__file__).with_name("sanitize.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)

@@ -84,6 +84,9 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grad_out: Tensor) -> Gradients:
+        if ctx.problem.shard.group:
+            raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
+
         def formula(*operands: Tensor) -> tuple[Tensor, ...]:
             return gradient_by_formula(ctx.problem, Operands(*operands), ctx.wants)
 
@@ -257,6 +260,9 @@ differentiated("per_row", library.per_row, library.of_fields(Operands, _per_row)
 def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, inplace: bool = False) -> Tensor:
     """scale · Σ row_weight · loss, 0-d. In eager autograd the gradients are written in the same pass."""
     x, y = operands.input, operands.target
+    if problem.shard.group and (is_traced(x, y) or waits_for_scaler(x, y)):
+        # With the rows' states: a gradient without them would ask all ranks again.
+        return (per_row(problem, operands, accumulator(x)).sum() * scale).to(dtype)
     if is_traced(x, y):
         return Total.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):

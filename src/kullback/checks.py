@@ -12,15 +12,18 @@ import numbers
 import operator
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.problem import Problem, Side, accumulator
+from kullback.problem import WHOLE, Problem, Shard, Side, accumulator
 from kullback.tracing import is_symbolic, is_traced
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a loss, by the dtypes of input and target
@@ -41,6 +44,7 @@ def _problem(
     softcap: float | None,
     target_softcap: float | None,
     vocab: int,
+    shard: Shard,
     *params: str | float,
 ) -> Problem:
     """Of the options, checked; the kind's parameters come as their names and then their values."""
@@ -81,6 +85,7 @@ def _problem(
         ),
         _parameter(kind, dict(zip(params[: len(params) // 2], params[len(params) // 2 :], strict=True))),
         vocab,
+        shard,
     )
 
 
@@ -118,10 +123,11 @@ def problem(
     softcap: float | None = None,
     target_softcap: float | None = None,
     vocab: int = 0,
+    shard: Shard = WHOLE,
 ) -> Problem:
     """The problem that a kind, its parameters and these options make, checked."""
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
-    options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, *params, *params.values())
+    options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, shard, *params, *params.values())
     if not torch.compiler.is_compiling():
         try:
             return _cached_problem(*options)
@@ -160,6 +166,54 @@ def valid_width(valid: int | None, most: int | None) -> int:
         bound = "positive" if most is None else f"from 1 to {most}, the shorter vocabulary"
         raise ValueError(f"valid_vocab must be {bound}; got {valid}")
     return valid
+
+
+def check_group(group: ProcessGroup | None, first_token: int | None = None, total_vocab: int | None = None) -> None:
+    if group is None:
+        if first_token is not None or total_vocab is not None:
+            raise ValueError("first_token and total_vocab are of a slice of the vocabulary; got no group")
+        return
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}"
+        )
+    if (first_token is None) != (total_vocab is None):
+        raise ValueError(f"first_token and total_vocab go together; got {first_token} and {total_vocab}")
+    for name, value in (("first_token", first_token), ("total_vocab", total_vocab)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
+
+
+def check_slice(width: int, first_token: int | None, total_vocab: int | None) -> None:
+    """Of so many tokens that count."""
+    if first_token is None or total_vocab is None:
+        return
+    if not 0 <= first_token <= total_vocab - width:
+        raise ValueError(
+            f"first_token must lie from 0 to {total_vocab - width}, with {width} tokens here and total_vocab "
+            f"{total_vocab}; got {first_token}"
+        )
+
+
+def check_sequence_dim(dim: int | None, group: ProcessGroup | None) -> None:
+    if dim is None:
+        return
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"sequence_dim must be an integer; got {type(dim).__name__}")
+    if group is None:
+        raise ValueError(f"sequence_dim goes with a group; got {dim} and none")
+
+
+def check_sequence(dim: int | None, input: Tensor, has_whole_rows: bool) -> None:
+    """Of rows of which each rank has a part along that dimension."""
+    if dim is None:
+        return
+    if not 0 <= dim < input.dim() - 1:
+        raise ValueError(f"sequence_dim must be a dimension of rows, from 0 to {input.dim() - 2}; got {dim}")
+    if has_whole_rows:
+        raise ValueError(
+            "sequence_dim needs a teacher of hidden states or of entries; a slice of its logits has all rows"
+        )
 
 
 def check_inplace_options(form: str, reduction: str) -> None:
@@ -426,8 +480,11 @@ PROBLEM_OPTIONS = (
     "softcap",
     "target_softcap",
 )
-DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace")
-LINEAR_OPTIONS = ("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype")
+DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace", "group")
+LINEAR_OPTIONS = (
+    *("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype"),
+    *("group", "first_token", "total_vocab", "sequence_dim"),
+)
 
 
 def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -439,6 +496,9 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_dtype("logits_dtype", given.pop("logits_dtype", None))
     inplace = given.pop("inplace", False)
     check_flag("inplace", inplace)
+    group = given.pop("group", None)
+    check_group(group, given.pop("first_token", None), given.pop("total_vocab", None))
+    check_sequence_dim(given.pop("sequence_dim", None), group)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
     if inplace:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, linear, sharded, topk
+from kullback import backends, checks, linear, parallel, sharded, topk
 from kullback.forms import FORMS
 from kullback.linear import Models
-from kullback.problem import Problem, Side
+from kullback.problem import WHOLE, Problem, Side
 from kullback.reductions import reduction_of
 from kullback.tracing import in_functorch
 from kullback.work import Operands
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
 ELEMENTWISE_FORMS = ("log_probs", "probs")
@@ -110,6 +114,7 @@ def divergence(
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     inplace: bool = False,
+    group: ProcessGroup | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
@@ -153,6 +158,10 @@ def divergence(
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
+        group: a process group whose ranks share the vocabulary (tensor parallelism): each passes its slice of every
+            row, of any width, and gets the same loss to the bit and the gradients of its slice. `valid_vocab` is then
+            of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl,
+            total_variation, hellinger and chi2 from logits in two; a backward needs none (docs/parallel.md).
         inplace: let the input's gradient take the place of its values, where one is wanted: a tensor less. For logits
             that nothing else needs; whatever saved them for its own backward raises there.
         **params: the kind's parameter.
@@ -160,7 +169,8 @@ def divergence(
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32 for 16-bit inputs, else the promoted dtype. Where
         there are no rows, or no weight, sum and mean are 0 with zero gradients. Of DTensors, replicated or sharded by
-        rows, a DTensor: each device finds its own rows', and a sum is partial until it is needed.
+        rows, a DTensor: each device finds its own rows', and a sum is partial until it is needed. On one dimension of
+        their mesh they may be sharded along the vocabulary: the loss is replicated there.
 
     Raises:
         TypeError: an argument of the wrong type or dtype (integer, bool, complex).
@@ -181,6 +191,12 @@ def divergence(
     backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
+    shard = WHOLE
+    if group is not None:
+        checks.check_group(group)
+        shard = parallel.shard(group)
+        if valid_vocab == 0:  # a slice of padding alone
+            input, target, valid_vocab = input[..., :0], target[..., :0], None
     problem = checks.problem(
         params,
         kind,
@@ -193,6 +209,7 @@ def divergence(
         softcap=softcap,
         target_softcap=target_softcap,
         vocab=checks.valid_vocab(valid_vocab, input, target),
+        shard=shard,
     )
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
@@ -200,7 +217,7 @@ def divergence(
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight)
-    driver = sharded.driver(input, target)
+    driver = sharded.driver(input, target, group)
     if reduced.per_row:
         return reduced.finish(driver.per_row(problem, operands, dtype))
     return reduced.finish(driver.total(problem, operands, reduced.scale, dtype, inplace))
@@ -223,6 +240,9 @@ def topk_divergence(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
+    group: ProcessGroup | None = None,
+    first_token: int | None = None,
+    total_vocab: int | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence from a teacher that is known at k tokens of each row: its best log-probabilities and their ids.
@@ -255,6 +275,12 @@ def topk_divergence(
         logit_scale, softcap: of the student's logits, as of :func:`divergence`.
         valid_vocab: how many elements of the student's row count.
         row_weight, reduction, normalizer, **params: as of :func:`divergence`.
+        group: a process group whose ranks share the student's vocabulary: each passes its slice of every row and the
+            teacher's entries, whose ids are of the whole vocabulary. They meet in one all-gather of k + 2 numbers a
+            row; a teacher's gradient is the same on all.
+        first_token, total_vocab: the id of the slice's first token, and how many tokens that count all ranks have
+            together. Without them the ranks tell each other the widths of their slices, in rank order, for which the
+            host waits.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is.
@@ -286,8 +312,22 @@ def topk_divergence(
     checks.check_tensor("input", input)
     checks.check_name("form", form, FORMS)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_group(group, first_token, total_vocab)
+    layout = None
+    if any(map(sharded.is_dtensor, (input, target_values, target_indices))):
+        checks.valid_width(valid_vocab, input.size(-1))
+        of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
+        local, layout = sharded.localised({"input": (input, -1)}, of_rows, valid_vocab, group)
+        input, target_values, target_indices = (local[name] for name in ("input", "target_values", "target_indices"))
+        row_weight = local.get("row_weight")
+        group, first_token, total_vocab, valid_vocab = layout.place
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
+    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+        input, valid_vocab = input[..., :0], None
     vocab = checks.valid_width(valid_vocab, input.size(-1))
+    width = vocab or input.size(-1)
+    checks.check_slice(width, first_token, total_vocab)
+    shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     problem = checks.problem(
         params,
@@ -300,15 +340,18 @@ def topk_divergence(
         target_logit_scale=1.0,
         softcap=softcap,
         vocab=vocab,
+        shard=shard,
     )
-    of = topk.entries_of(target_form, tail, form, vocab or input.size(-1))
+    of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight)
     if reduced.per_row:
-        return reduced.finish(topk.per_row(teacher, operands, dtype))
-    return reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
+        loss = reduced.finish(topk.per_row(teacher, operands, dtype))
+    else:
+        loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
+    return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 
 def linear_divergence(
@@ -335,6 +378,10 @@ def linear_divergence(
     normalizer: float | Tensor | None = None,
     chunk_rows: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    group: ProcessGroup | None = None,
+    first_token: int | None = None,
+    total_vocab: int | None = None,
+    sequence_dim: int | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence of two language models from their hidden states: of softmax(input @ weight.T + bias) from the teacher.
@@ -364,6 +411,13 @@ def linear_divergence(
         logits_dtype: what products are summed and kept in; by default float32 where hidden states and heads are of 16
             bits. Their own dtype is faster, and rounds logits as a model's own are: gradients are off by percents, of a
             student within 1 % of its teacher by as much as there is of them.
+        group: a process group whose ranks share the vocabulary: each passes its rows of both heads and biases, and its
+            slice of a teacher's logits; hidden states and entries are the same on all. Parts of hidden states'
+            gradients are summed over the ranks while later chunks are computed; a head's gradient is its rank's own.
+        first_token, total_vocab: as of :func:`topk_divergence`; all ranks cut their rows into the same chunks by them.
+        sequence_dim: the dimension of rows along which each rank has its part, as many as each other, of hidden states,
+            entries and row weights (sequence parallelism). They are gathered; hidden states' gradients are
+            reduce-scattered. Losses of rows are of the rank's own.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states
@@ -389,6 +443,24 @@ def linear_divergence(
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
+    checks.check_group(group, first_token, total_vocab)
+    layout = None
+    if any(map(sharded.is_dtensor, (input, weight, target, target_weight))):
+        checks.valid_width(valid_vocab, weight.size(0))
+        of_tokens = {"weight": (weight, 0), "bias": (bias, 0)}
+        of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight}
+        if target_weight is None and target_indices is None:
+            of_tokens |= {"target": (target, -1)}
+        else:
+            of_tokens |= {"target_weight": (target_weight, 0), "target_bias": (target_bias, 0)}
+            of_rows |= {"target": target}
+        local, layout = sharded.localised(of_tokens, of_rows, valid_vocab, group)
+        input, weight, target = local["input"], local["weight"], local["target"]
+        bias, target_weight, target_bias = (local.get(name) for name in ("bias", "target_weight", "target_bias"))
+        target_indices, row_weight = local.get("target_indices"), local.get("row_weight")
+        group, first_token, total_vocab, valid_vocab = layout.place
+        sequence_dim = layout.sequence_dim
+    checks.check_sequence_dim(sequence_dim, group)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     if target_weight is None:
         checks.check_tensor("target", target)
@@ -400,9 +472,22 @@ def linear_divergence(
     is_topk = target_indices is not None
     checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
+    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+        vocab = 0
+    elif is_topk:
+        vocab = checks.valid_width(valid_vocab, weight.size(0)) or weight.size(0)
+    else:
+        others = target.size(-1) if target_weight is None else target_weight.size(0)
+        vocab = checks.shared_vocab(valid_vocab, weight.size(0), others)
+    checks.check_slice(vocab, first_token, total_vocab)
+    if chunk_rows is None or is_topk:
+        shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
+    else:
+        shard, tokens = WHOLE if group is None else parallel.shard(group), 0  # nobody asks where the slice stands
     problem = checks.problem(
         params,
         kind,
@@ -414,20 +499,24 @@ def linear_divergence(
         target_logit_scale=1.0 if is_topk else target_logit_scale,
         softcap=softcap,
         target_softcap=target_softcap,
+        shard=shard,
     )
-    ids, negligible, vocab = None, 0.0, weight.size(0)
+    if sequence_dim is not None and group is not None:
+        hidden = parallel.gather_rows(hidden, sequence_dim, group, sums=True)
+        target = parallel.gather_rows(target, sequence_dim, group, sums=not is_topk)
+        row_weight = None if row_weight is None else parallel.gather_rows(row_weight, sequence_dim, group)
+        if target_indices is not None:
+            target_indices = parallel.gather_rows(target_indices, sequence_dim, group)
+    rows = hidden.shape[:-1]
+    ids, negligible = None, 0.0
     if target_indices is not None:
-        vocab = checks.valid_width(valid_vocab, vocab) or vocab
-        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", vocab)
+        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", tokens)
         teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
         problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
-    else:
-        vocab = checks.shared_vocab(
-            valid_vocab, vocab, target.size(-1) if target_weight is None else target_weight.size(0)
-        )
-        target = target[..., :vocab] if target_weight is None and target.size(-1) != vocab else target
+    elif target_weight is None and target.size(-1) != vocab:
+        target = target[..., :vocab]
     dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
-    reduced = reduction_of(reduction, input, row_weight, normalizer, dtype)
+    reduced = reduction_of(reduction, hidden, row_weight, normalizer, dtype)
     models = Models(
         rows_of(hidden),
         first(weight, vocab),
@@ -436,12 +525,17 @@ def linear_divergence(
         None if target_weight is None else first(target_weight, vocab),
         None if target_bias is None else first(target_bias, vocab),
         None if ids is None else rows_of(ids),
-        None if reduced.row_weight is None else reduced.row_weight.expand(input.shape[:-1]).reshape(-1),
+        None if reduced.row_weight is None else reduced.row_weight.expand(rows).reshape(-1),
     )
-    task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens)
+    sums_hidden = group is not None and sequence_dim is None
+    task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens, sums_hidden)
     if reduced.per_row:
-        return reduced.finish(linear.per_row(task, models).view(input.shape[:-1]))
-    return reduced.finish(linear.total(task, models, reduced.scale))
+        loss = reduced.finish(linear.per_row(task, models).view(rows))
+        if sequence_dim is not None and group is not None and reduction == "none":
+            loss = parallel.own_rows(loss, sequence_dim, group)
+    else:
+        loss = reduced.finish(linear.total(task, models, reduced.scale))
+    return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from kullback import backends
+from kullback import parallel
 from kullback.problem import Problem, accumulator, decode
-from kullback.state import RowState, fields, packed
+from kullback.state import packed, state_fields
 from kullback.tracing import is_symbolic
 from kullback.work import Operands, Rows
 
@@ -71,13 +71,6 @@ def gradient_like(tensor: Tensor, problem: Problem, inplace: bool = False) -> Te
     return gradient
 
 
-def state_fields(problem: Problem) -> int:
-    """How many numbers of a row its gradient needs beside the row."""
-    if not problem.has_logits and problem.formula.finish_is_linear:
-        return 0
-    return len(fields(RowState, problem.formula.has_tilted_lse))
-
-
 def sum_losses(
     problem: Problem,
     operands: Operands,
@@ -90,7 +83,7 @@ def sum_losses(
     total = operands.input.new_empty_strided((), (), dtype=dtype)  # half of new_empty's time
     d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
-    backends.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))
+    parallel.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))
     return total, d_input, d_target
 
 
@@ -99,7 +92,7 @@ def row_losses(problem: Problem, operands: Operands, dtype: torch.dtype) -> tupl
     shape = operands.input.shape[:-1]
     loss = operands.input.new_empty(math.prod(shape), dtype=dtype)
     state = packed(loss.size(0), state_fields(problem), loss)
-    backends.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None))
+    parallel.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None))
     return loss.view(shape), state
 
 
@@ -110,7 +103,7 @@ def write_gradients(
     d_input = gradient_like(operands.input, problem) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
     known = None if state is None or not state.numel() else state
-    backends.run(Rows(problem, operands, "gradient", known=known, d_input=d_input, d_target=d_target))
+    parallel.run(Rows(problem, operands, "gradient", known=known, d_input=d_input, d_target=d_target))
     return d_input, d_target
 
 

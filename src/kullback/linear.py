@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kullback import backends, topk
+from kullback import backends, parallel, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
-from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of, state_fields
+from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
-from kullback.state import packed
+from kullback.state import packed, state_fields
 from kullback.tracing import is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, in_memory
 
@@ -69,6 +69,7 @@ class Task(NamedTuple):
     dtype: torch.dtype  # of the loss
     chunk_rows: int  # 0: as many as fit CHUNK_BYTES
     widens: bool  # whether logits of 16-bit operands are float32
+    sums_hidden: bool  # whether ranks that share the vocabulary sum their parts of the hidden states' gradients
     wants: tuple[bool, ...]  # the gradients of the first operands
 
 
@@ -78,7 +79,8 @@ class Task(NamedTuple):
 def key_of(task: Task) -> str:
     """All but the numbers; with `scalars_of` what an operator takes."""
     wants = "".join(str(int(wanted)) for wanted in task.wants)
-    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {int(task.widens)} {wants}"
+    flags = f"{int(task.widens)} {int(task.sums_hidden)} {wants}"
+    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {flags}"
 
 
 def scalars_of(task: Task) -> tuple[float, ...]:
@@ -87,11 +89,12 @@ def scalars_of(task: Task) -> tuple[float, ...]:
 
 def decode_task(key: str, scalars: tuple[float, ...] | None = None) -> Task:
     """The task of that key and those scalars; without them, one that is good for shapes."""
-    problem, dtype, chunk_rows, widens, wants = key.rsplit(" ", 4)
+    problem, dtype, chunk_rows, widens, sums_hidden, wants = key.rsplit(" ", 5)
     decoded = decode(problem) if scalars is None else decode(problem, scalars[:-1])
     negligible = 0.0 if scalars is None else scalars[-1]
     wanted = tuple(want == "1" for want in wants)
-    return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), widens == "1", wanted)
+    flags = widens == "1", sums_hidden == "1"
+    return Task(decoded, negligible, getattr(torch, dtype), int(chunk_rows), *flags, wanted)
 
 
 ROWS = f"{schema_of(Models)}, str task, {SCALARS}"
@@ -113,12 +116,15 @@ class ModelRows:
         kept: int,
         dtype: torch.dtype,
         row_weight: Tensor | None,
+        summing: str,
     ) -> None:
         self.weight, self.bias = weight, bias
         self.hidden = hidden
         self.wants = wants  # the gradient of each of these
         self.row_weight = row_weight
         self.kept = kept  # rows whose logits, or their gradients, are in memory: a chunk's, or several chunks'
+        self.summing = summing  # the group whose ranks have parts of the hidden states' gradient, or none
+        self.sums: list[parallel.Sum] = []
         self.is_first_product = True
         self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
         self.d_weight: Tensor | None = None
@@ -188,6 +194,8 @@ class ModelRows:
         d_logits = self.d_logits[: end - rows.start]
         if self.d_hidden is not None:
             torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
+            if self.summing:  # while later chunks are computed
+                self.sums.append(parallel.begin_sum(self.d_hidden[rows], self.summing))
         if self.d_weight is not None:
             self.add_product(self.d_weight, d_logits, self.read(rows))
         if self.d_bias is not None:
@@ -213,6 +221,8 @@ class ModelRows:
 
     def gradients(self) -> list[Tensor]:
         """Those that were wanted, in the dtypes of what they are gradients of."""
+        for begun in self.sums:
+            begun.wait()
         found = (self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias)
         return [gradient.to(of.dtype) for gradient, of in found if gradient is not None and of is not None]
 
@@ -234,12 +244,14 @@ class Chunks:
     def __init__(self, task: Task, models: Models) -> None:
         self.task, self.models = task, models
         self.rows = models.hidden.size(0)
-        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants, task.widens)
+        width = task.problem.shard.width
+        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants, task.widens, width)
         self.step, *kept = plan
+        summing = task.problem.shard.group if task.sums_hidden else ""
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (
-            ModelRows(*side, wants, self.step, rows, dtype, models.row_weight)
+            ModelRows(*side, wants, self.step, rows, dtype, models.row_weight, summing)
             for (side, wants), rows, dtype in zip(sides, kept, dtypes, strict=True)
         )
 
@@ -256,7 +268,7 @@ class Chunks:
 
     def run(self, rows: slice, work: Rows) -> None:
         if self.models.ids is None:
-            backends.run(work)
+            parallel.run(work)
         else:
             topk.run_at_ids(work, self.models.ids[rows], self.task.negligible)
 
@@ -264,11 +276,12 @@ class Chunks:
         return [*self.student.gradients(), *self.teacher.gradients()]
 
 
-def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False) -> tuple[int, int, int]:
+def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False, width: int = 0) -> tuple[int, int, int]:
     """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in so many bytes.
 
     Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed. Logits wider
-    than their operands are a chunk's, and what is kept is their rounded gradient.
+    than their operands are a chunk's, and what is kept is their rounded gradient. `width`: how many tokens to count
+    with, where ranks that have unlike slices must plan alike.
     """
     rows = models.hidden.size(0)
     most_bytes, share = (CHUNK_BYTES * 4 // 3, WIDE_STREAMED) if widens else (CHUNK_BYTES, STREAMED)
@@ -276,8 +289,9 @@ def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False) -> 
     keeps = []
     sides = ((models.hidden, models.weight, wants[:3]), (models.target, models.target_weight, wants[3:]))
     for hidden, weight, wanted in sides:
-        own = 0 if weight is None else weight.size(0) * weight.itemsize
-        wide = 0 if weight is None else weight.size(0) * logits_dtype(hidden, widens).itemsize
+        tokens = 0 if weight is None else width or weight.size(0)
+        own = tokens * hidden.itemsize
+        wide = tokens * logits_dtype(hidden, widens).itemsize
         keeps.append(weight is not None and wanted[1])
         if keeps[-1]:
             kept += own
@@ -490,12 +504,18 @@ differentiated("linear_per_row", torch.ops.kullback.linear_per_row.default, of_f
 
 
 def task_of(
-    problem: Problem, models: Models, negligible: float, dtype: torch.dtype, chunk_rows: int, widens: bool
+    problem: Problem,
+    models: Models,
+    negligible: float,
+    dtype: torch.dtype,
+    chunk_rows: int,
+    widens: bool,
+    sums_hidden: bool = False,
 ) -> Task:
     """The task, with the gradients that autograd will ask for."""
     enabled = torch.is_grad_enabled()
     wants = tuple(enabled and t is not None and t.requires_grad for t in tuple(models)[:GRADIENTS])
-    return Task(problem, negligible, dtype, chunk_rows, widens, wants)
+    return Task(problem, negligible, dtype, chunk_rows, widens, sums_hidden, wants)
 
 
 def total(task: Task, models: Models, scale: float) -> Tensor:

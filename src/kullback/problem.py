@@ -22,6 +22,17 @@ class Side(NamedTuple):
     softcap: float = 0.0  # a logit x counts as softcap·tanh(x / softcap); 0: as x
 
 
+class Shard(NamedTuple):
+    """Which part of every row this rank has, where ranks share the vocabulary."""
+
+    group: str = ""  # the process group's name; none: rows are whole
+    first_token: int = 0  # the id of the part's first token
+    width: int = 0  # the most tokens that a rank has: what all of them plan with; 0: not known
+
+
+WHOLE = Shard()
+
+
 @dataclass(frozen=True)
 class Problem:
     """A kind, what either side holds, and the numbers that vary from call to call but never in code."""
@@ -30,24 +41,27 @@ class Problem:
     input: Side
     target: Side
     parameter: float = 0.0  # of the kind; 0 where it has none
-    vocab: int = 0  # how many tokens of a row count; 0: all
+    vocab: int = 0  # how many tokens of a row, or of this rank's part, count; 0: all
+    shard: Shard = WHOLE
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
         """Without what is cached: hashes of names are a process's own."""
-        return Problem, (self.kind, self.input, self.target, self.parameter, self.vocab)
+        return Problem, (self.kind, self.input, self.target, self.parameter, self.vocab, self.shard)
 
     @functools.cached_property
     def _hash(self) -> int:
         """Of every call's look into caches."""
-        return hash((self.kind, self.input, self.target, self.parameter, self.vocab))
+        return hash((self.kind, self.input, self.target, self.parameter, self.vocab, self.shard))
 
     @property
     def key(self) -> str:
         """All but the numbers; with `scalars` what an operator takes."""
-        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}"
+        group, first_token, width = self.shard
+        place = f" {first_token} {width} {group}" if group else ""
+        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}{place}"
 
     @property
     def scalars(self) -> tuple[float, ...]:
@@ -115,10 +129,11 @@ class Problem:
 @functools.lru_cache(maxsize=1024)
 def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0)) -> Problem:
     """The problem of that key and those scalars; without them, one that is good for shapes."""
-    kind, form, target_form, vocab = key.split()
+    kind, form, target_form, vocab, *place = key.split(" ", 6)
     temperature, target_temperature, softcap, target_softcap, parameter = scalars
     input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)
-    return Problem(kind, input, target, parameter, int(vocab))
+    shard = Shard(place[2], int(place[0]), int(place[1])) if place else WHOLE
+    return Problem(kind, input, target, parameter, int(vocab), shard)
 
 
 class Formula(NamedTuple):
@@ -221,3 +236,8 @@ def accumulator(tensor: Tensor) -> torch.dtype:
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of the few numbers of a row that are gathered from it."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def gathered_dtype(problem: Problem, tensor: Tensor) -> torch.dtype:
+    """The same of a row that ranks share: as logits, which have no common reference there, they need more digits."""
+    return accumulator(tensor) if problem.shard.group else kept_dtype(tensor.dtype)

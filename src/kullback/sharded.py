@@ -1,21 +1,27 @@
-"""Divergences of DTensors whose rows lie on several devices: each device finds its own rows'."""
+"""Divergences of DTensors: each device finds its own rows', or its part of what shares their vocabulary."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kullback import autograd
 from kullback.problem import Problem
+from kullback.problem import Shard as Sharded
 from kullback.tracing import PLAIN
 from kullback.work import Operands
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
@@ -36,18 +42,28 @@ class Driver(Protocol):
     def per_row(self, problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor: ...
 
 
-def driver(input: Tensor, target: Tensor) -> Driver:
-    return sys.modules[__name__] if is_dtensor(input) or is_dtensor(target) else autograd
+def driver(input: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Driver:
+    if not (is_dtensor(input) or is_dtensor(target)):
+        return autograd
+    _refuse(group)
+    return sys.modules[__name__]
+
+
+def _refuse(group: ProcessGroup | None) -> None:
+    if group is not None:
+        raise ValueError("group must not be given with DTensors, whose mesh tells it; got one")
 
 
 def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, inplace: bool = False) -> Tensor:
     """scale · Σ row_weight · loss, 0-d, of which each device holds its rows' part."""
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    input = _checked(operands)
+    input, shared = _checked(operands)
     assert not inplace, "refused of what is traced"
-    found = autograd.total(problem, _local(operands), scale, dtype)
-    placements = [Partial() if isinstance(of_rows, Shard) else of_rows for of_rows in input.placements]
+    found = autograd.total(*_local(problem, operands, input, shared), scale, dtype)
+    placements = [
+        Partial() if isinstance(of_rows, Shard) else of_rows for of_rows in _of_rows(input.placements, shared)
+    ]
     result: Tensor = DTensor.from_local(found, input.device_mesh, placements, run_check=False)
     return result
 
@@ -56,39 +72,177 @@ def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, `input.shape[:-1]`, where the row is."""
     from torch.distributed.tensor import DTensor
 
-    input = _checked(operands)
+    input, shared = _checked(operands)
     shape = input.shape[:-1]
     stride = [*itertools.accumulate([1, *reversed(shape)], lambda a, b: a * b)][-2::-1]
-    found = autograd.per_row(problem, _local(operands), dtype)
+    found = autograd.per_row(*_local(problem, operands, input, shared), dtype)
+    placements = _of_rows(input.placements, shared)
     result: Tensor = DTensor.from_local(
-        found, input.device_mesh, input.placements, run_check=False, shape=shape, stride=tuple(stride)
+        found, input.device_mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
     )
     return result
 
 
-def _local(operands: Operands) -> Operands:
-    return Operands._make(tensor.to_local() if is_dtensor(tensor) else tensor for tensor in operands)
+def _of_rows(placements: Sequence[Placement], shared: int | None) -> list[Placement]:
+    """Where what has a number for each row lies, of rows that lie so: with all that share their vocabulary."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate() if dim == shared else placement for dim, placement in enumerate(placements)]
 
 
-def _checked(operands: Operands) -> DTensor:
-    """The input, once it is known that the operands lie alike and that every row is whole."""
+def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | None) -> tuple[Problem, Operands]:
+    """What this device has, and the problem of it."""
+    local = Operands._make(tensor.to_local() if is_dtensor(tensor) else tensor for tensor in operands)
+    if shared is None:
+        return problem, local
+    mesh = input.device_mesh
+    first_token, width = _slice(input.size(-1), mesh, shared)
+    counts = min(max(problem.vocab - first_token, 0), width) if problem.vocab else width
+    if counts == 0:
+        local = local._replace(input=local.input[..., :0], target=local.target[..., :0])
+    of_slice = _of_slice if torch.compiler.is_compiling() else _cached_of_slice
+    return of_slice(problem, mesh.get_group(shared).group_name, counts if counts < width else 0), local
+
+
+def _of_slice(problem: Problem, group: str, vocab: int) -> Problem:
+    """The problem of a slice of which so much counts."""
+    return dataclasses.replace(problem, vocab=vocab, shard=Sharded(group))
+
+
+_cached_of_slice = functools.lru_cache(maxsize=1024)(_of_slice)
+
+
+def _slice(vocab: int, mesh: DeviceMesh, dim: int) -> tuple[int, int]:
+    """This device's first token, and how many it has: as many as each other has, but for the last ones."""
+    step = -(-vocab // mesh.size(dim))
+    first_token = min(mesh.get_local_rank(dim) * step, vocab)
+    return first_token, min(step, vocab - first_token)
+
+
+def _checked(operands: Operands) -> tuple[DTensor, int | None]:
+    """The input and the dimension of its mesh that shares the vocabulary, if one does, once it is known how all lie."""
     given = {name: tensor for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None}
     for name, tensor in given.items():
         if not is_dtensor(tensor):
             raise TypeError(f"input, target and row_weight must all be DTensors, or none; {name} is none")
     input = given["input"]
     assert is_dtensor(input)
+    vocab_dim = input.dim() - 1
+    shares = [dim for dim, placement in enumerate(input.placements) if _is_shard(placement, vocab_dim)]
+    for placement in input.placements:
+        if not (placement.is_replicate() or any(_is_shard(placement, dim) for dim in range(input.dim()))) or shares[1:]:
+            raise ValueError(
+                "DTensors must be replicated, sharded along a dimension of rows or, on one dimension of their mesh, "
+                f"along the last, the vocabulary; got {input.placements}: redistribute them"
+            )
+    shared = shares[0] if shares else None
     for name, tensor in given.items():
         assert is_dtensor(tensor)
-        if tensor.device_mesh != input.device_mesh or tensor.placements != input.placements:
+        wanted = tuple(_of_rows(input.placements, shared)) if name in Operands._fields[2:] else input.placements
+        if tensor.device_mesh != input.device_mesh or tensor.placements != wanted:
             raise ValueError(
-                f"{name} must lie as the input does, {input.placements}; got {tensor.placements}: "
-                f"{name}.redistribute(input.device_mesh, input.placements)"
+                f"{name} must lie as the input does, {wanted}; got {tensor.placements}: "
+                f"{name}.redistribute(input.device_mesh, {wanted})"
             )
-    for placement in input.placements:
-        if not (placement.is_replicate() or any(placement.is_shard(dim) for dim in range(input.dim() - 1))):
+    if shared is not None and given["target"].shape != input.shape:
+        raise ValueError(
+            "DTensors that are sharded along the vocabulary must have the same one, or their slices are of unlike "
+            f"tokens; got {list(input.shape)} and {list(given['target'].shape)}"
+        )
+    return input, shared
+
+
+def _is_shard(placement: Placement, dim: int) -> bool:
+    """Of contiguous parts along that dimension: what FSDP2 puts beneath tensor parallelism is not of these."""
+    from torch.distributed.tensor import Shard
+
+    return isinstance(placement, Shard) and placement.dim == dim
+
+
+# Where only some tensors have tokens: entries of a top-k teacher, or hidden states and heads.
+
+
+class Layout(NamedTuple):
+    """How the tensors of a call lie on a mesh, of which one dimension shares the vocabulary."""
+
+    mesh: DeviceMesh
+    shared: int  # that dimension
+    first_token: int
+    total_vocab: int
+    valid_vocab: int | None  # of this device's slice
+    sequence_dim: int | None  # of the rows, along which they are sharded
+
+    @property
+    def place(self) -> tuple[ProcessGroup, int, int, int | None]:
+        """The arguments of a slice: group, first_token, total_vocab, valid_vocab."""
+        return self.mesh.get_group(self.shared), self.first_token, self.total_vocab, self.valid_vocab
+
+
+def localised(
+    of_tokens: Mapping[str, tuple[Tensor | None, int]],
+    of_rows: Mapping[str, Tensor | None],
+    valid_vocab: int | None,
+    group: ProcessGroup | None,
+) -> tuple[dict[str, Tensor], Layout]:
+    """This device's part of each tensor that is given, and how they lie.
+
+    `of_tokens` come with their dimension of tokens; of the others the first says how rows lie.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    _refuse(group)
+    given = {**{name: tensor for name, (tensor, _) in of_tokens.items()}, **of_rows}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            raise TypeError(f"{', '.join(tensors)} must all be DTensors, or none; {name} is none")
+    head, (one, vocab_dim) = next(iter(of_tokens.items()))
+    hidden = next(iter(of_rows.values()))
+    assert is_dtensor(one)
+    assert is_dtensor(hidden)
+    mesh, vocab_dim = one.device_mesh, vocab_dim % one.dim()
+    shares = [dim for dim, placement in enumerate(one.placements) if _is_shard(placement, vocab_dim)]
+    if len(shares) != 1:
+        raise ValueError(
+            f"{head} must be sharded along its dimension {vocab_dim}, the vocabulary, on one dimension of its mesh; "
+            f"got {one.placements}"
+        )
+    (shared,) = shares
+    own = hidden.placements[shared] if hidden.device_mesh == mesh else None
+    sequence_dim = next((dim for dim in range(hidden.dim() - 1) if own is not None and _is_shard(own, dim)), None)
+    for name, tensor in tensors.items():
+        assert is_dtensor(tensor)
+        wanted: list[Placement] = [Replicate()] * mesh.ndim
+        if name in of_tokens:
+            wanted[shared] = Shard(of_tokens[name][1] % tensor.dim())
+        elif sequence_dim is not None:
+            wanted[shared] = Shard(sequence_dim)
+        if tensor.device_mesh != mesh or list(tensor.placements) != wanted:
+            raise ValueError(f"{name} must lie on {mesh} as {wanted}; got {tensor.placements} on {tensor.device_mesh}")
+        if name in of_tokens and tensor.size(of_tokens[name][1]) != one.size(vocab_dim):
             raise ValueError(
-                "DTensors must be replicated, or sharded along a dimension of rows (not the last, the vocabulary); got "
-                f"{input.placements}: redistribute them"
+                f"{name} must have the vocabulary of {head}, {one.size(vocab_dim)} tokens, or slices are of unlike "
+                f"ones; got {tensor.size(of_tokens[name][1])}"
             )
-    return input
+    if sequence_dim is not None and hidden.size(sequence_dim) % mesh.size(shared):
+        raise ValueError(
+            f"rows that are sharded along dimension {sequence_dim} must be as many on each of {mesh.size(shared)} "
+            f"devices; got {hidden.size(sequence_dim)}"
+        )
+    first_token, width = _slice(one.size(vocab_dim), mesh, shared)
+    total = one.size(vocab_dim) if valid_vocab is None else valid_vocab
+    first_token = min(first_token, total)
+    counts = min(width, total - first_token)
+    layout = Layout(mesh, shared, first_token, total, counts if counts < width else None, sequence_dim)
+    return {name: tensor.to_local() for name, tensor in tensors.items() if is_dtensor(tensor)}, layout
+
+
+def as_dtensor(loss: Tensor, layout: Layout) -> Tensor:
+    """A loss, or losses of rows, where the rows lie."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements: list[Placement] = [Replicate()] * layout.mesh.ndim
+    if loss.dim() and layout.sequence_dim is not None:
+        placements[layout.shared] = Shard(layout.sequence_dim)
+    result: Tensor = DTensor.from_local(loss, layout.mesh, placements, run_check=False)
+    return result

@@ -81,6 +81,13 @@ def fields(record: type[RowStats | RowState], has_tilted_lse: bool) -> tuple[str
     return record._fields if has_tilted_lse else record._fields[:-1]
 
 
+def state_fields(problem: Problem) -> int:
+    """How many numbers of a row its gradient needs beside the row."""
+    if not problem.has_logits and problem.formula.finish_is_linear:
+        return 0
+    return len(fields(RowState, problem.formula.has_tilted_lse))
+
+
 def packed(rows: int, count: int, like: Tensor) -> Tensor:
     """Memory for so many numbers of each row."""
     return like.new_empty((count, rows), dtype=accumulator(like))

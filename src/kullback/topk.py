@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kullback import autograd, backends, library
+from kullback import autograd, backends, library, parallel
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighing, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import Problem, Side, decode, kept_dtype
+from kullback.problem import Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
@@ -95,8 +95,8 @@ def at_ids(problem: Problem, form: str = "logits") -> Problem:
 
 def gather(problem: Problem, input: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
     """The input's rows at the ids and, with a tail, all others in one: [rows, k (+ 1)], as they count."""
-    gathered = input.new_empty(input.size(0), ids.size(1) + has_tail, dtype=kept_dtype(input.dtype))
-    backends.run(Gather(problem, input, ids, gathered))
+    gathered = input.new_empty(input.size(0), ids.size(1) + has_tail, dtype=gathered_dtype(problem, input))
+    parallel.run(Gather(problem, input, ids, gathered))
     return gathered if has_tail else in_torch.one_outcome(gathered, ids)
 
 
@@ -115,7 +115,7 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     backends.run(work._replace(problem=at_ids(problem), operands=operands, d_input=d_gathered))
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
-        backends.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
+        parallel.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
         if is_narrow:
             work.d_input.copy_(x)
 
@@ -145,7 +145,7 @@ def scatter(problem: Problem, input: Tensor, ids: Tensor, gathered: Tensor, d_ga
     if rows.size(1) < input.size(-1):
         out[:, rows.size(1) :] = 0
     ids, gathered, d_gathered = (in_memory(t).reshape(-1, t.size(-1)).contiguous() for t in (ids, gathered, d_gathered))
-    backends.run(Scatter(problem, rows, ids, gathered, d_gathered, problem.narrow(out)))
+    parallel.run(Scatter(problem, rows, ids, gathered, d_gathered, problem.narrow(out)))
     return d_input
 
 
@@ -173,7 +173,8 @@ def _(values: Tensor, indices: Tensor, skipped: Tensor | None, problem: str, *ar
 
 @torch.library.register_fake("kullback::gather", lib=operators)
 def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
-    return input.new_empty((*ids.shape[:-1], ids.size(-1) + int(tail)), dtype=kept_dtype(input.dtype))
+    dtype = gathered_dtype(decode(problem), input)
+    return input.new_empty((*ids.shape[:-1], ids.size(-1) + int(tail)), dtype=dtype)
 
 
 @torch.library.register_fake("kullback::scatter", lib=operators)
@@ -322,8 +323,8 @@ def gather_rows(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
     problem = teacher.problem
     x = problem.narrow(as_rows(operands.input))
     ids, target = (t.reshape(-1, t.size(-1)) for t in (teacher.ids, operands.target))
-    gathered = x.new_empty(x.size(0), ids.size(1) + 1, dtype=kept_dtype(x.dtype))
-    backends.run(Gather(problem, x, ids, gathered, target, teacher.negligible))
+    gathered = x.new_empty(x.size(0), ids.size(1) + 1, dtype=gathered_dtype(problem, x))
+    parallel.run(Gather(problem, x, ids, gathered, target, teacher.negligible))
     of_rows = (None if t is None else row_vector(t, x.size(0)) for t in operands.of_rows)
     return at_ids(problem, problem.input.form), Operands(gathered, target, *of_rows)
 

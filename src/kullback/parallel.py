@@ -1,0 +1,293 @@
+"""Driver: rows whose tokens lie on several ranks, each of which has a slice of every row.
+
+    statistics(slice)          all-gather   merge_stats
+    accumulate(slice, stats)   all-gather   merge_sums     of a kind without moments
+    finish, gradient(slice, state)
+
+Ranks send each other packed numbers of rows, and every one merges all of them in rank order: the loss is the same to
+the bit everywhere, whichever arrived first. A gradient needs nothing from others once the row's state is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from kullback import backends
+from kullback.backends.pytorch import topk as in_torch
+from kullback.problem import WHOLE, Problem, Shard, kept_dtype
+from kullback.state import (
+    RowState,
+    RowStats,
+    RowSums,
+    fields,
+    finish,
+    merge_stats,
+    merge_sums,
+    packed,
+    state_fields,
+    sums_of,
+    unpacked,
+)
+from kullback.work import Gather, Rows, Scatter, row_vector
+
+_checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
+
+
+@contextlib.contextmanager
+def checking_ranks() -> Iterator[None]:
+    """Let ranks that share a vocabulary compare what they are about to do: where they differ, all raise ValueError.
+
+    Compared are the kind and its numbers, rows, dtypes, gradients that are wanted, and plans. It costs an exchange of
+    objects before every one of numbers, for which the host waits: for the first steps of a run. It holds for this
+    thread, or task, alone.
+
+    >>> import kullback
+    >>> with kullback.checking_ranks():
+    ...     pass  # losses with a `group`
+    """
+    token = _checks.set(True)
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def shard(group: dist.ProcessGroup) -> Shard:
+    """Of rows that a group shares."""
+    return Shard(group.group_name)
+
+
+def slice_of(
+    group: dist.ProcessGroup | None, width: int, first_token: int | None, total_vocab: int | None
+) -> tuple[Shard, int]:
+    """The same where more has to be known: which tokens are here, and how many all ranks have together.
+
+    What is not said the ranks tell each other, and the host waits for it.
+    """
+    if group is None:
+        return WHOLE, width
+    if first_token is not None and total_vocab is not None:
+        return Shard(group.group_name, first_token, -(-total_vocab // group.size())), total_vocab
+    if torch.compiler.is_compiling():
+        raise ValueError("first_token and total_vocab must be given in compiled code, which cannot ask other ranks")
+    widths: list[Any] = [None] * group.size()
+    dist.all_gather_object(widths, width, group=group)
+    return Shard(group.group_name, sum(widths[: group.rank()]), max(widths)), sum(widths)
+
+
+def run(work: Rows | Gather | Scatter) -> None:
+    """Do the work on rows as they are, or, where ranks share them, together with the other ranks."""
+    if not work.problem.shard.group:
+        backends.run(work)
+    elif isinstance(work, Rows):
+        _rows(work)
+    elif isinstance(work, Gather):
+        _gather(work)
+    else:
+        _scatter(work)
+
+
+def _rows(work: Rows) -> None:
+    problem, known = work.problem, work.known
+    if work.verb == "loss" or (known is None and state_fields(problem)):
+        loss, state = _whole_rows(work)
+        known = _pack(problem, state) if state_fields(problem) else None
+        if work.row_weight is not None:
+            weight = row_vector(work.row_weight, loss.size(0)).to(loss.dtype)
+            loss = torch.where(weight == 0, 0.0, loss) * weight
+        if work.loss is not None:
+            work.loss.copy_(loss)
+        if work.total is not None:
+            work.total.copy_(loss.sum() * work.scale)
+        if work.found is not None and known is not None:
+            work.found.copy_(known)
+    if any(work.wants):
+        backends.run(work._replace(verb="gradient", known=known, found=None, loss=None, total=None))
+
+
+def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
+    """Each row's loss, and what the gradient of a slice needs."""
+    problem, operands, group = work.problem, work.operands, resolved(work.problem.shard.group)
+    rows = math.prod(operands.input.shape[:-1])
+    _check_work(work, rows)
+    stats = packed(rows, len(fields(RowStats, problem.formula.has_tilted_lse)), operands.input)
+    if problem.has_logits:
+        backends.run(Rows(problem, operands, "statistics", found=stats))
+        merged = merge_stats(problem, [unpacked(RowStats, piece) for piece in all_gather(stats, group)])
+        stats = _pack(problem, merged)
+    else:
+        merged = unpacked(RowStats, stats.zero_())
+    if problem.has_moments:
+        return finish(problem, merged, sums_of(merged))
+    sums = packed(rows, len(RowSums._fields), operands.input)
+    backends.run(Rows(problem, operands, "accumulate", known=stats, found=sums))
+    return finish(problem, merged, merge_sums([RowSums(*piece) for piece in all_gather(sums, group)]))
+
+
+def _pack(problem: Problem, record: RowStats | RowState) -> Tensor:
+    return torch.stack(record[: len(fields(type(record), problem.formula.has_tilted_lse))])
+
+
+def _gather(work: Gather) -> None:
+    """Each id's logit is on one rank; of the tail each has a part. Ranks send what they have of the k + 1."""
+    problem, x, k = work.problem, work.input, work.ids.size(1)
+    group = resolved(problem.shard.group)
+    _check_work(work, x.size(0))
+    form, nothing = problem.input.form, in_torch.none_of(problem.input.form)
+    ids = _own_ids(work)
+    own = x.new_full((x.size(0), work.gathered.size(1) + 1), nothing, dtype=kept_dtype(x.dtype))
+    own[:, -1] = _reference(problem, x, ids)
+    if x.size(1):
+        found = torch.empty_like(own[:, :-1], memory_format=torch.contiguous_format)
+        backends.run(Gather(problem, x, ids, found))
+        own[:, :-1] = found
+    parts = all_gather(own, group).to(work.gathered.dtype)
+    values = parts[..., :-1] + parts[..., -1:] / problem.input.temperature
+    work.gathered[:, :k] = values[..., :k].amax(0)
+    if work.has_tail:
+        tails = values[..., k]
+        work.gathered[:, k] = tails.sum(0) if form == "probs" else tails.logsumexp(0)
+    in_torch.drop_rounding(work)
+
+
+def _scatter(work: Scatter) -> None:
+    problem, x = work.problem, work.input
+    if not x.size(1):
+        return
+    ids, gathered = _own_ids(work), work.gathered
+    reference = _reference(problem, x, ids).to(gathered.dtype).unsqueeze(1) / problem.input.temperature
+    gathered, d_gathered = (t.to(kept_dtype(x.dtype)) for t in (gathered - reference, work.d_gathered))
+    backends.run(work._replace(ids=ids, gathered=gathered, d_gathered=d_gathered))
+
+
+def _own_ids(work: Gather | Scatter) -> Tensor:
+    """Where the ids stand in this rank's slice; -1 of those that others have."""
+    ids = work.ids - work.problem.shard.first_token
+    return torch.where((work.ids >= 0) & (ids >= 0) & (ids < work.input.size(1)), ids, -1)
+
+
+def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
+    """[rows]: what backends take from a row's logits, the largest at its ids (`Gather`); 0 where they take nothing."""
+    if problem.input.form != "logits" or problem.input.softcap or not x.size(1):
+        return x.new_zeros(x.size(0))
+    largest = x.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(1)
+    return torch.where(largest.isfinite(), largest, 0.0)
+
+
+# Rows that ranks have parts of, before or after the vocabulary is shared: sequence parallelism.
+
+
+def gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
+    """Everyone's rows, along one of their dimensions; `sums`: of whose gradient each rank has a part."""
+    if not torch.compiler.is_compiling() and _checks.get():
+        _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}")
+    return GatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
+
+
+def own_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's of the rows that all have; the gradient of all is wanted on each."""
+    return OwnRows.apply(tensor, dim, group)  # type: ignore[no-any-return]
+
+
+class GatherRows(torch.autograd.Function):
+    """`gather_rows`.
+
+    What is made of them is the same on all ranks, and so is its gradient, of which each takes its rows'. With `sums`
+    each has a part of the gradient, and the sum of these is scattered.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool) -> Tensor:
+        ctx.dim, ctx.group, ctx.sums = dim, group, sums
+        return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
+        parts = _parts(grad_out, ctx.dim, ctx.group)
+        own = reduce_scatter(parts, ctx.group) if ctx.sums else parts[ctx.group.rank()]
+        return own, None, None, None
+
+
+class OwnRows(torch.autograd.Function):
+    """`own_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _parts(tensor, dim, group)[group.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad_out, ctx.group).movedim(0, ctx.dim).flatten(ctx.dim, ctx.dim + 1), None, None
+
+
+def _parts(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...]: each one's rows."""
+    parts: Tensor = tensor.unflatten(dim, (group.size(), -1)).movedim(dim, 0)
+    return parts
+
+
+# Collectives. Those named for tensors are called single from torch 2.13 on, which warns of the older names.
+
+
+def resolved(group: str) -> dist.ProcessGroup:
+    """The group of that name: operators take no objects."""
+    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return found
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...]: everyone's, in rank order."""
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered.flatten(0, 1), tensor.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of everyone's sum, of [ranks, ...]."""
+    part = tensor.new_empty(tensor.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(part, tensor.contiguous().flatten(0, 1), group=group)
+    return part
+
+
+class Sum(Protocol):
+    """One that has begun."""
+
+    def wait(self) -> object: ...
+
+
+def begin_sum(tensor: Tensor, group: str) -> Sum:
+    """Begin to put everyone's sum in the tensor's place, beside what is computed until it is waited for."""
+    begun: Sum = dist.all_reduce(tensor, group=resolved(group), async_op=True)
+    return begun
+
+
+def _check_work(work: Rows | Gather, rows: int) -> None:
+    if not _checks.get():
+        return
+    tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
+    if isinstance(work, Rows):
+        tensors |= {name: tensor for name, tensor in work.operands._asdict().items() if tensor is not None}
+    shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
+    dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+    _check(resolved(work.problem.shard.group), f"{shared}, {rows} rows, {dtypes}")
+
+
+def _check(group: dist.ProcessGroup, mine: str) -> None:
+    """That all are about to do the same."""
+    asked: list[Any] = [None] * group.size()
+    dist.all_gather_object(asked, mine, group=group)
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise ValueError(f"ranks must ask for the same; got {asked[0]} of rank 0 and {other} of rank {rank}")
