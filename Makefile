@@ -24,7 +24,7 @@ test: $(VENV)/.installed lint    ## all that needs no GPU
 	$(PYTEST)
 
 test-full: $(VENV)/.installed    ## and what takes longer
-	$(PYTEST) -m 'not gpu and not gpus'
+	$(PYTEST) -m 'not gpu and not gpus and not integrations'
 
 test-versions:                   ## the suite on the lowest and the newest PyTorch and Python, each in an environment of its own
 	for each in $(VERSIONS); do \
