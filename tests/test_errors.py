@@ -57,9 +57,9 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         ),
         (lambda: kullback.divergence(X, X, row_weight=X), ValueError, ["row_weight", r"\[3\]", r"\[3, 4\]"]),
         (
-            lambda: kullback.divergence(X, X, row_weight=torch.ones(3).int()),
+            lambda: kullback.divergence(X, X, row_weight=torch.ones(3).cfloat()),
             TypeError,
-            ["row_weight", "int32"],
+            ["row_weight", "complex64"],
         ),
         (lambda: kullback.divergence(X, X, row_weight=[1.0]), TypeError, ["row_weight", "list"]),
         (
@@ -94,3 +94,49 @@ def test_says_what_is_wrong(call, error, words):
         call()
     for word in words:
         assert caught.match(word)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: kullback.divergence(X, X, mask=X), "there is no argument 'mask': row_weight is a row's mask"),
+        (lambda: kullback.divergence(X, X, attention_mask=X), "'attention_mask': row_weight is a row's mask"),
+        (lambda: kullback.linear_divergence(X, X, X, X, labels=X), "'labels': .*row_weight=labels != -100"),
+        (lambda: kullback.topk_divergence(X, X, X.long(), T=2.0), "'T': temperature divides logits"),
+        (lambda: kullback.DivergenceLoss(ignore_index=-100), "'ignore_index': .*row_weight"),
+        (lambda: kullback.divergence(X, X, beta=0.5), "'kl' has no parameter 'beta'; .*beta is of jensen_shannon"),
+        (lambda: kullback.divergence(X, X, "rkl"), "did you mean 'reverse_kl'"),
+        (lambda: kullback.divergence(X, X, "Reverse-KL"), "did you mean 'reverse_kl'"),
+        (lambda: kullback.divergence(X, X, "fkl"), "did you mean 'kl'"),
+        (lambda: kullback.divergence(X, X, "KL"), "did you mean 'kl'"),
+        (lambda: kullback.divergence(X, X, "jsd"), "did you mean 'jensen_shannon'"),
+        (lambda: kullback.divergence(X, X, "tv"), "did you mean 'total_variation'"),
+        (lambda: kullback.divergence(X, X, reduction="batchmean"), r"normalizer=input.size\(0\)"),
+    ],
+)
+def test_words_that_people_bring_get_a_hint(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("name", ["klr", "r_kl", "kl_r", "rev_kl", "bkl", "kl2"])
+def test_no_hint_turns_the_direction(name):
+    with pytest.raises(ValueError, match="kind must be one of") as error:
+        kullback.divergence(X, X, name)
+    assert "did you mean 'kl'" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integer_masks_are_weights(dtype):
+    x, y = torch.randn(2, 3, 5)
+    mask = torch.tensor([1, 0, 1], dtype=dtype)
+    ours = kullback.divergence(x, y, row_weight=mask)
+    assert torch.equal(ours, kullback.divergence(x, y, row_weight=mask.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_ids_may_be_unsigned(dtype):
+    student, teacher = torch.randn(2, 3, 50)
+    values, ids = teacher.log_softmax(-1).topk(4)
+    ours = kullback.topk_divergence(student, values, ids.to(dtype))
+    assert torch.equal(ours, kullback.topk_divergence(student, values, ids))

@@ -5,7 +5,6 @@ An error names the argument, what came and what was wanted.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import numbers
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, distributed
 
+from kullback import words
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import WHOLE, Problem, Shard, Side, accumulator
@@ -31,6 +31,7 @@ LOSS_DTYPES = {(x, y): torch.promote_types(torch.promote_types(x, y), torch.floa
 REDUCTIONS = ("none", "mean", "sum")
 TAILS = ("bucket", "renormalize", "zero")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+IDS = (*INTEGERS, torch.uint16, torch.uint32, torch.uint64)
 
 
 def _problem(
@@ -96,15 +97,23 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
     for name, value in params.items():
         if known is None or name != known.name:
             names = () if known is None else (known.name,)
+            if name in words.ARGUMENTS:
+                raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}")
             raise ValueError(
-                f"kind {kind!r} has no parameter {name!r}{_nearest(str(name), names)}; "
-                f"it has: {', '.join(names) or 'none'}"
+                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), names)}; "
+                f"it has: {', '.join(names) or 'none'}{_whose(str(name))}"
             )
         given = number(str(name), value)
         if not (-LARGEST < given < LARGEST and known.admits(given)):
             raise ValueError(f"{name} of kind {kind!r} must be {known.domain}; got {given}")
         result = float(given)
     return result
+
+
+def _whose(parameter: str) -> str:
+    """Which kinds have a parameter of that name."""
+    kinds = [name for name, kind in DIVERGENCES.items() if parameter in kind.defaults]
+    return f" ({parameter} is of {', '.join(kinds)})" if kinds else ""
 
 
 # A training loop asks with the same options again and again. By type, since True is not to pass for 1.
@@ -289,8 +298,8 @@ def number(name: str, value: object) -> float:
 def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
-    if weight.dtype not in FLOATS and weight.dtype != torch.bool:
-        raise TypeError(f"row_weight must be of float or bool dtype; got {weight.dtype}")
+    if weight.dtype not in (*FLOATS, *INTEGERS, torch.bool):
+        raise TypeError(f"row_weight must be of a float, integer or bool dtype; got {weight.dtype}")
     if weight.shape != input.shape[:-1]:
         raise ValueError(f"row_weight must have the rows' shape {shape(input, -1)}; got {shape(weight)}")
     if weight.device != input.device:
@@ -344,12 +353,9 @@ def check_name(argument: str, name: str, known: Iterable[str]) -> None:
 
 def _unknown(argument: str, name: object, known: Iterable[str]) -> NoReturn:
     names = tuple(known)
-    raise ValueError(f"{argument} must be one of {', '.join(names)}; got {name!r}{_nearest(str(name), names)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, tuple(known), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+    raise ValueError(
+        f"{argument} must be one of {', '.join(names)}; got {name!r}{words.hint(argument, str(name), names)}"
+    )
 
 
 def shape(tensor: Tensor, drop: int | None = None) -> str:
@@ -446,7 +452,7 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
     check_tensor(name, values)
     if not isinstance(indices, Tensor):
         raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
-    if indices.dtype not in INTEGERS:
+    if indices.dtype not in IDS:
         raise TypeError(f"target_indices must be of an integer dtype; got {indices.dtype}")
     rows = input.shape[:-1]
     if (

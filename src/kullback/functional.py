@@ -153,7 +153,7 @@ def divergence(
         target_softcap: the same of the target, on its own: by default it has none.
         valid_vocab: how many elements of a row count, where vocabularies are padded or one is longer; gradients of
             the others are 0. Nothing is copied for it.
-        row_weight: float or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
+        row_weight: float, integer or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
             cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.

@@ -26,6 +26,9 @@ from kullback.problem import Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
+# As stores keep ids; torch has few operations on these.
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, bool tail) -> Tensor")
 operators.define(
     f"scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, str problem, {SCALARS}) -> Tensor"
@@ -59,6 +62,8 @@ def teacher(
     Rows of weight 0 do not count, whatever their entries.
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
+    if indices.dtype in UNSIGNED:
+        indices = indices.long()
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
         ids, target = ReadEntries.apply(values, indices, skipped, problem, of)
     else:
