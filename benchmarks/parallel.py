@@ -347,6 +347,7 @@ def main() -> None:
         save("graph", graph(*(SMALL_DENSE if arguments.small else DENSE), device, clock))
     if is_first:
         table(result)
+    dist.barrier()  # a process that ends while another still waits may abort it
     dist.destroy_process_group()
 
 

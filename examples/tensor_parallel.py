@@ -106,6 +106,7 @@ def main() -> None:
         last = whole(loss.detach()).item()
     if dist.get_rank() == 0:
         print(f"divergence from the teacher in {steps} steps: {first:.4f} -> {last:.4f}")
+    dist.barrier()  # a process that ends while another still waits may abort it
     dist.destroy_process_group()
 
 

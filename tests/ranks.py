@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -55,6 +56,7 @@ def _run(rank: int, checks: Callable[[Ranks], None], store: Path, world: int, ba
     checks(Ranks(rank, world, device))
     dist.barrier()  # a process that ends while another still waits may abort it
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends would abort it
 
 
 def spawn(checks: Callable[[Ranks], None], world: int, folder: Path, backend: str = "gloo") -> None:
