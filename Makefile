@@ -48,7 +48,7 @@ test-gpu:                        ## on a machine with a CUDA device, by the Pyth
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
 
 test-gpus:                       ## on a machine with two CUDA devices: NCCL
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests/test_parallel.py
 
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \

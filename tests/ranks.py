@@ -82,7 +82,8 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 
     def counting(name: str, *arguments: object, **options: object) -> object:
         given = arguments[1] if "gather" in name or "scatter" in name else arguments[0]
-        calls.append((name.split("_single")[0], given.nbytes if isinstance(given, Tensor) else 0))
+        plain = name.removesuffix("_single").removesuffix("_into_tensor").removesuffix("_tensor")
+        calls.append((plain, given.nbytes if isinstance(given, Tensor) else 0))
         return real[name](*arguments, **options)
 
     try:

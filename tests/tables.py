@@ -123,6 +123,28 @@ def linear(machine):
     return "\n".join(lines)
 
 
+def ranks():
+    """Two GPUs that share a vocabulary, beside one and rivals; and what is foretold of more."""
+    report = json.loads((ROOT / "benchmarks/results/h100/parallel.json").read_text(encoding="utf-8"))
+    lines = ["| | ms | one GPU's time over it | GB | forward, ms |", "|---|---|---|---|---|"]
+    for name, part in report.items():
+        if not name.startswith(("dense", "linear")):
+            continue
+        case, one = part["case"], part["results"][0]["seconds"]
+        shape = " × ".join(str(case[size]) for size in ("rows", "hidden", "vocab") if size in case)
+        lines.append(f"| **{case['kind']}, {'hidden states' if 'hidden' in case else 'logits'}: {shape}** | | | | |")
+        for entry in part["results"]:
+            forward = f"{entry['forward_seconds'] * 1e3:.2f}" if "forward_seconds" in entry else ""
+            times = f"{entry['seconds'] * 1e3:.2f} | {one / entry['seconds']:.2f}"
+            lines.append(f"| {entry['name']} | {times} | {entry['peak_bytes'] / 1e9:.1f} | {forward} |")
+        for count, foretold in part.get("forecast", {}).items():
+            if count != "2":
+                lines.append(
+                    f"| forecast: {count} GPUs | {foretold['seconds'] * 1e3:.2f} | {foretold['of_one']:.2f} | | |"
+                )
+    return "\n".join(lines)
+
+
 def between(begin, end, table):
     pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.S)
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
@@ -148,9 +170,12 @@ LINEAR, LINEAR_CPU = (
 )
 
 
+RANKS = between("<!-- ranks: written by `make tables` -->", "<!-- end of ranks -->", ranks)
+
+
 def performance(text):
     counts = []
-    for table in (REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU):
+    for table in (REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU, RANKS):
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)

@@ -160,8 +160,8 @@ def divergence(
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
         group: a process group whose ranks share the vocabulary (tensor parallelism): each passes its slice of every
             row, of any width, and gets the same loss to the bit and the gradients of its slice. `valid_vocab` is then
-            of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl,
-            total_variation, hellinger and chi2 from logits in two; a backward needs none (docs/parallel.md).
+            of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl and
+            total_variation from logits in two; a backward needs none (docs/parallel.md).
         inplace: let the input's gradient take the place of its values, where one is wanted: a tensor less. For logits
             that nothing else needs; whatever saved them for its own backward raises there.
         **params: the kind's parameter.
