@@ -10,7 +10,7 @@ VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables real lint format clean
+.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables pictures real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,9 @@ mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place
 
 tables: $(VENV)/.installed       ## the tables of kinds in documents
 	$(BIN)/python -m tests.tables
+
+pictures: $(VENV)/.installed     ## what documents show of results
+	$(BIN)/python benchmarks/picture.py
 
 $(REAL)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(REAL)

@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from kullback.formula import (
     Value,
@@ -357,3 +357,17 @@ DIVERGENCES = {
         renyi,
     )
 }
+
+# The names of DIVERGENCES, for editors to complete. Functions take `Kind | str`: a name out of a configuration is a str.
+Kind: TypeAlias = Literal[
+    "kl",
+    "reverse_kl",
+    "jeffreys",
+    "jensen_shannon",
+    "skew_kl",
+    "total_variation",
+    "hellinger",
+    "chi2",
+    "alpha",
+    "renyi",
+]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback import backends, checks, linear, parallel, sharded, topk
+from kullback.divergences import Kind
 from kullback.forms import FORMS
 from kullback.linear import Models
 from kullback.problem import WHOLE, Problem, Side
@@ -99,7 +100,7 @@ def kl_div(
 def divergence(
     input: Tensor,
     target: Tensor,
-    kind: str = "kl",
+    kind: Kind | str = "kl",
     *,
     form: str = "logits",
     target_form: str | None = None,
@@ -227,7 +228,7 @@ def topk_divergence(
     input: Tensor,
     target_values: Tensor,
     target_indices: Tensor,
-    kind: str = "kl",
+    kind: Kind | str = "kl",
     *,
     form: str = "logits",
     target_form: str = "log_probs",
@@ -359,7 +360,7 @@ def linear_divergence(
     weight: Tensor,
     target: Tensor,
     target_weight: Tensor | None = None,
-    kind: str = "kl",
+    kind: Kind | str = "kl",
     *,
     bias: Tensor | None = None,
     target_bias: Tensor | None = None,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kullback import checks, functional
+from kullback.divergences import Kind
 
 
 class KLDivLoss(nn.Module):
@@ -62,7 +63,7 @@ class DivergenceLoss(_WithOptions):
     tensor(0.5000)
     """
 
-    def __init__(self, kind: str = "kl", **options: Any) -> None:
+    def __init__(self, kind: Kind | str = "kl", **options: Any) -> None:
         checks.check_options(kind, options, checks.DENSE_OPTIONS)
         super().__init__(kind, options)
 
@@ -96,7 +97,7 @@ class LinearDivergenceLoss(_WithOptions):
     tensor(0.0934)
     """
 
-    def __init__(self, kind: str = "kl", **options: Any) -> None:
+    def __init__(self, kind: Kind | str = "kl", **options: Any) -> None:
         checks.check_options(kind, options, checks.LINEAR_OPTIONS)
         super().__init__(kind, options)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kullback import checks, functional
+from kullback.divergences import Kind
 
 Model: TypeAlias = Any  # transformers' PreTrainedModel, which is not imported here
 IGNORED = -100  # the label of a token that does not count
@@ -46,7 +47,7 @@ class Distillation:
         self.undo()
 
 
-def distil(student: nn.Module, teacher: nn.Module, kind: str = "kl", **options: Any) -> Distillation:
+def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **options: Any) -> Distillation:
     """From now on ``student(**batch).loss``, in training, is the divergence from the teacher, in nats a token.
 
     It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own

@@ -1,0 +1,74 @@
+"""Draws time against the floor on a language model's rows: `make pictures` writes docs/pictures/real_rows.svg."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results/h200/real_rivals.json"
+PICTURE = ROOT / "docs/pictures/real_rows.svg"
+STUDENTS = {"bits5": "student: teacher's weights rounded to 5 bits", "noise5": "student: 5 % noise on hidden states"}
+NAMES = {
+    "kullback": "kullback",
+    "fast-llm": "Fast-LLM",
+    "torch.compile": "torch.compile",
+    "liger": "Liger",
+    "eager": "eager PyTorch",
+}
+COLOURS = dict(zip(NAMES, ("#c2410c", "#475569", "#64748b", "#94a3b8", "#cbd5e1"), strict=True))
+LONGEST = 14.5  # milliseconds; eager PyTorch's longer bars are cut, and say their length
+
+
+def times(result: dict) -> tuple[dict[str, float], float]:
+    """Milliseconds of the loss with the student's gradient, by name; and of the bytes that must move."""
+    entries = [e for e in result["results"] if e["task"] == "forward + gradient"]
+    ours = next(e for e in entries if e["name"] == "kullback")
+    return {e["name"]: e["seconds"] * 1e3 for e in entries}, ours["seconds"] * ours["of_ceiling"] * 1e3
+
+
+def draw(axes: plt.Axes, results: list[dict]) -> None:
+    place, middles = 0.0, {}
+    for result in results:
+        found, floor = times(result)
+        first = place
+        for name in NAMES:
+            if name not in found:
+                continue
+            length = found[name]
+            axes.barh(place, min(length, LONGEST), color=COLOURS[name], height=0.86)
+            label = f"{NAMES[name]} {length:.1f}"
+            if length > LONGEST:
+                axes.text(LONGEST - 0.15, place, f"{label} →", va="center", ha="right", fontsize=8)
+            else:
+                axes.text(length + 0.15, place, label, va="center", fontsize=8)
+            place += 1
+        middles[result["case"]["kind"]] = (first + place - 1) / 2
+        axes.plot([floor, floor], [first - 0.6, place - 0.4], color="black", linewidth=1.2, linestyle=(0, (2, 1.5)))
+        place += 0.9
+    axes.set_yticks(list(middles.values()), list(middles), fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlim(0, LONGEST)
+    axes.set_ylim(place - 0.9, -1.7)
+    axes.text(floor + 0.15, -1.15, f"floor {floor:.1f}: the bytes that must move", fontsize=8, va="center")
+    axes.set_xlabel("milliseconds", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def main() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))["results"]
+    matplotlib.rcParams.update({"svg.hashsalt": "kullback", "font.family": "DejaVu Sans"})
+    figure, panels = plt.subplots(1, len(STUDENTS), figsize=(8.8, 4.3), layout="constrained", sharey=True)
+    for axes, (student, title) in zip(panels, STUDENTS.items(), strict=True):
+        draw(axes, [r for r in results if r["case"]["student"] == student and r["case"]["source"] == "real"])
+        axes.set_title(title, fontsize=9.5, loc="left")
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()
