@@ -358,7 +358,7 @@ DIVERGENCES = {
     )
 }
 
-# The names of DIVERGENCES, for editors to complete. Functions take `Kind | str`: a name out of a configuration is a str.
+# The names of DIVERGENCES, for editors to complete. Functions take `Kind | str`: a name from a configuration is a str.
 Kind: TypeAlias = Literal[
     "kl",
     "reverse_kl",
