@@ -10,7 +10,7 @@ VERSIONS := 3.11:2.8.0 3.13:2.15.0
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables pictures real lint format clean
+.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables pictures docs real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +63,17 @@ tables: $(VENV)/.installed       ## the tables of kinds in documents
 
 pictures: $(VENV)/.installed     ## what documents show of results
 	$(BIN)/python benchmarks/picture.py
+
+# Pages are made from sources, so that nothing here needs torch.
+DOCS := .venv-docs
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(DOCS)/names.txt
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(DOCS)/names.txt
+	touch $@
+
+docs: $(DOCS)/.installed         ## the site, into build/site
+	$(DOCS)/bin/mkdocs build --strict --site-dir build/site
 
 $(REAL)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(REAL)

@@ -36,13 +36,20 @@ def markdown_with_domains():
 
 
 def docstring():
-    """As reStructuredText has it, indented as a docstring."""
+    """In columns, indented as a docstring."""
     rows = [("kind", "definition, p = target, q = input", "parameter")]
     rows += [(name, known.definition, parameter(known)) for name, known in DIVERGENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rule = "  ".join("=" * width for width in widths)
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(f"    {line}" for line in (rule, lines[0], rule, *lines[1:], rule))
+    rows.insert(1, tuple("-" * width for width in widths))
+    lines = (" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"    | {line} |" for line in lines)
+
+
+def decisions():
+    """A line for each."""
+    paths = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+    titles = (path.read_text(encoding="utf-8").partition("\n")[0].partition(". ")[2] for path in paths)
+    return "\n".join(f"{int(p.name[:4])}. [{title}]({p.name})" for p, title in zip(paths, titles, strict=True))
 
 
 def regimes():
@@ -150,7 +157,7 @@ def between(begin, end, table):
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
 
 
-RULE = re.compile(r"^    =+  =+  =+\n    kind .*?\n    =+  =+  =+\n.*?\n    =+  =+  =+$", re.S | re.M)
+RULE = re.compile(r"^    \| kind .*\|$(?:\n    \|.*\|$)+", re.M)
 KINDS = {
     "README.md": between(BEGIN, END, markdown),
     "docs/mathematics.md": between(BEGIN, END, markdown_with_domains),
@@ -181,7 +188,12 @@ def performance(text):
     return text, math.prod(counts)
 
 
-FILES = {**KINDS, "docs/numerics.md": REGIMES, "docs/performance.md": performance}
+FILES = {
+    **KINDS,
+    "docs/numerics.md": REGIMES,
+    "docs/performance.md": performance,
+    "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
+}
 
 
 def rendered(name):

@@ -11,7 +11,8 @@ from kullback.divergences import DIVERGENCES, Kind
 from tests import tables
 
 LONGEST = 30  # words
-PROSE = [tables.ROOT / "README.md", *sorted((tables.ROOT / "docs/guides").glob("*.md"))]
+PROSE = [tables.ROOT / name for name in ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md")]
+PROSE += sorted((tables.ROOT / "docs/guides").glob("*.md"))
 
 
 @pytest.mark.parametrize("name", tables.FILES)

@@ -34,11 +34,11 @@ def kl_div(
     *,
     form: str = "log_probs",
 ) -> Tensor:
-    """Drop-in for :func:`torch.nn.functional.kl_div`: Σ target · (log target - input), in nats.
+    """Drop-in for `torch.nn.functional.kl_div`: Σ target · (log target - input), in nats.
 
     Same argument order, reductions, broadcasting, dtypes and results, for normalised and unnormalised
     input alike, except that 0 · log 0 is 0 in value and gradients where torch has NaN.
-    `form="probs"` takes probabilities: ``kl_div(p, t, form="probs") == F.kl_div(torch.log(p), t)``.
+    `form="probs"` takes probabilities: `kl_div(p, t, form="probs") == F.kl_div(torch.log(p), t)`.
 
     Args:
         input: log-probabilities of the model (probabilities with `form="probs"`), any shape.
@@ -120,20 +120,18 @@ def divergence(
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
 
-    ===============  ============================================  =========
-    kind             definition, p = target, q = input             parameter
-    ===============  ============================================  =========
-    kl               Σ p log(p/q)
-    reverse_kl       Σ q log(q/p)
-    jeffreys         Σ (p - q) log(p/q)
-    jensen_shannon   b·KL(p‖m) + (1-b)·KL(q‖m), m = b·p + (1-b)·q  beta=0.5
-    skew_kl          KL(p ‖ a·p + (1-a)·q)                         alpha=0.1
-    total_variation  ½ Σ abs(p - q)
-    hellinger        ½ Σ (√p - √q)²
-    chi2             Σ (p - q)²/q
-    alpha            (1 - Σ p^a q^(1-a)) / (a(1-a))                alpha=0.5
-    renyi            log(Σ p^a q^(1-a)) / (a-1)                    alpha=0.5
-    ===============  ============================================  =========
+    | kind            | definition, p = target, q = input            | parameter |
+    | --------------- | -------------------------------------------- | --------- |
+    | kl              | Σ p log(p/q)                                 |           |
+    | reverse_kl      | Σ q log(q/p)                                 |           |
+    | jeffreys        | Σ (p - q) log(p/q)                           |           |
+    | jensen_shannon  | b·KL(p‖m) + (1-b)·KL(q‖m), m = b·p + (1-b)·q | beta=0.5  |
+    | skew_kl         | KL(p ‖ a·p + (1-a)·q)                        | alpha=0.1 |
+    | total_variation | ½ Σ abs(p - q)                               |           |
+    | hellinger       | ½ Σ (√p - √q)²                               |           |
+    | chi2            | Σ (p - q)²/q                                 |           |
+    | alpha           | (1 - Σ p^a q^(1-a)) / (a(1-a))               | alpha=0.5 |
+    | renyi           | log(Σ p^a q^(1-a)) / (a-1)                   | alpha=0.5 |
 
     Probabilities and log-probabilities are taken as they are, normalised or not; logits by their softmax.
     0 · log 0 is 0 in value and gradients; p > 0 where q = 0 makes kl +inf; NaN stays in its row.
@@ -251,21 +249,18 @@ def topk_divergence(
     The student's row is read once, and its gradient written once; there is never a dense teacher. What the k entries
     leave is told by `tail`:
 
-    =========== =================================================================================================
-    bucket      one more outcome: the teacher's 1 - Σ p against the student's mass outside the ids. From logits
-                never negative; with k = vocab the dense loss, else the least that a teacher with these entries
-                can have.
-    renormalize both are taken given that the token is one of the k: neither has any other mass.
-    zero        the entries as they are and nothing else: the student has mass where the teacher has none. The
-                usual Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
-    =========== =================================================================================================
+    - "bucket": one more outcome, the teacher's 1 - Σ p against the student's mass outside the ids. From logits never
+      negative; with k = vocab the dense loss, else the least that a teacher with these entries can have.
+    - "renormalize": both are taken given that the token is one of the k; neither has any other mass.
+    - "zero": the entries as they are and nothing else; the student has mass where the teacher has none. The usual
+      Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
 
     Args:
         input: the student's logits (log_probs, probs), `[..., vocab]`, floating point.
         target_values: the teacher's entries, `[..., k]`, floating point.
         target_indices: their ids, `[..., k]`, an integer dtype. Entries of the same id are summed; those of id -1 are
             left out, whatever their value.
-        kind: as of :func:`divergence`.
+        kind: as of `divergence`.
         form: what `input` holds.
         target_form: what `target_values` holds: "log_probs", "probs", or "logits", of which nothing is known but their
             softmax over the k: they go with `tail` "renormalize" and "zero".
@@ -273,15 +268,19 @@ def topk_divergence(
         temperature: divides the student's logits; no factor T² is applied.
         target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside
             the ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
-        logit_scale, softcap: of the student's logits, as of :func:`divergence`.
+        logit_scale: of the student's logits, as of `divergence`.
+        softcap: the same.
         valid_vocab: how many elements of the student's row count.
-        row_weight, reduction, normalizer, **params: as of :func:`divergence`.
+        row_weight: as of `divergence`.
+        reduction: as of `divergence`.
+        normalizer: as of `divergence`.
         group: a process group whose ranks share the student's vocabulary: each passes its slice of every row and the
             teacher's entries, whose ids are of the whole vocabulary. They meet in one all-gather of k + 2 numbers a
             row; a teacher's gradient is the same on all.
-        first_token, total_vocab: the id of the slice's first token, and how many tokens that count all ranks have
-            together. Without them the ranks tell each other the widths of their slices, in rank order, for which the
-            host waits.
+        first_token: the id of the slice's first token. Without it and `total_vocab` the ranks tell each other the widths
+            of their slices, in rank order, for which the host waits.
+        total_vocab: how many tokens that count all ranks have together.
+        **params: the kind's parameter.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is.
@@ -387,7 +386,7 @@ def linear_divergence(
 ) -> Tensor:
     """Divergence of two language models from their hidden states: of softmax(input @ weight.T + bias) from the teacher.
 
-    ``divergence(F.linear(input, weight, bias), F.linear(target, target_weight, target_bias), kind, ...)``, of which the
+    `divergence(F.linear(input, weight, bias), F.linear(target, target_weight, target_bias), kind, ...)`, of which the
     logits are in memory a chunk of rows at a time. A sum or mean writes its gradients as it goes: a product each for
     the logits of both models, the gradient of `input` and that of `weight`; what needs no gradient costs no product,
     and of a teacher without gradients nothing is kept. Losses of single rows (reduction "none"), sums of float16 and
@@ -399,14 +398,23 @@ def linear_divergence(
         target: the teacher's hidden states, `[..., target hidden]`; without `target_weight` its `[..., vocab]` logits
             or what else `target_form` says; with `target_indices` its entries at those ids, `[..., k]`.
         target_weight: the teacher's head, `[vocab, target hidden]`.
-        kind: as of :func:`divergence`.
-        bias, target_bias: of the heads, `[vocab]`.
+        kind: as of `divergence`.
+        bias: of the student's head, `[vocab]`.
+        target_bias: of the teacher's.
         target_form: what `target` holds if it is no hidden state: "logits" (the default), "probs" or "log_probs" (the
             default with `target_indices`).
-        target_indices, tail: a teacher known at k tokens of each row, as of :func:`topk_divergence`.
-        temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap, row_weight,
-            reduction, normalizer, **params: as of :func:`divergence`. Hidden states of rows of weight 0 reach nothing.
+        target_indices: ids of a teacher known at k tokens of each row, as of `topk_divergence`.
+        tail: of such a teacher, as of `topk_divergence`.
+        temperature: as of `divergence`, like the next five.
+        target_temperature: of the teacher.
+        logit_scale: of the student.
+        target_logit_scale: of the teacher.
+        softcap: of the student.
+        target_softcap: of the teacher.
         valid_vocab: how many tokens count, where a head is padded or one is longer.
+        row_weight: as of `divergence`. Hidden states of rows of weight 0 reach nothing.
+        reduction: as of `divergence`.
+        normalizer: as of `divergence`.
         chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow, and 2.1 GB of them in
             float32.
         logits_dtype: what products are summed and kept in; by default float32 where hidden states and heads are of 16
@@ -415,10 +423,12 @@ def linear_divergence(
         group: a process group whose ranks share the vocabulary: each passes its rows of both heads and biases, and its
             slice of a teacher's logits; hidden states and entries are the same on all. Parts of hidden states'
             gradients are summed over the ranks while later chunks are computed; a head's gradient is its rank's own.
-        first_token, total_vocab: as of :func:`topk_divergence`; all ranks cut their rows into the same chunks by them.
+        first_token: as of `topk_divergence`.
+        total_vocab: as of `topk_divergence`; all ranks cut their rows into the same chunks by it.
         sequence_dim: the dimension of rows along which each rank has its part, as many as each other, of hidden states,
             entries and row weights (sequence parallelism). They are gathered; hidden states' gradients are
             reduce-scattered. Losses of rows are of the rank's own.
+        **params: the kind's parameter.
 
     Returns:
         `input.shape[:-1]` for "none", else 0-d; float32, or float64 where an argument is. Under autocast hidden states

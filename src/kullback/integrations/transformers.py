@@ -48,7 +48,7 @@ class Distillation:
 
 
 def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **options: Any) -> Distillation:
-    """From now on ``student(**batch).loss``, in training, is the divergence from the teacher, in nats a token.
+    """From now on `student(**batch).loss`, in training, is the divergence from the teacher, in nats a token.
 
     It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own
     forward, Trainer, accelerate, DDP, FSDP2, gradient checkpointing and compile need nothing else. A batch's `labels`
@@ -60,8 +60,8 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
         student: a causal language model of transformers; or that in PEFT's, DDP's or torch.compile's wrapper. A LoRA on
             its head is counted, and trained.
         teacher: another, with the same tokens, on the same device. It is put into evaluation mode.
-        kind: as of :func:`kullback.divergence`.
-        **options: options of :func:`kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`, a
+        kind: as of `kullback.divergence`.
+        **options: options of `kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`, a
             kind's parameter. Logit scales and softcaps are read from both models' configurations.
 
     Returns:
