@@ -277,8 +277,8 @@ def topk_divergence(
         group: a process group whose ranks share the student's vocabulary: each passes its slice of every row and the
             teacher's entries, whose ids are of the whole vocabulary. They meet in one all-gather of k + 2 numbers a
             row; a teacher's gradient is the same on all.
-        first_token: the id of the slice's first token. Without it and `total_vocab` the ranks tell each other the widths
-            of their slices, in rank order, for which the host waits.
+        first_token: the id of the slice's first token. Without it and `total_vocab` the ranks tell each other their
+            slices' widths, in rank order, for which the host waits.
         total_vocab: how many tokens that count all ranks have together.
         **params: the kind's parameter.
 
