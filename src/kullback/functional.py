@@ -257,6 +257,8 @@ def topk_divergence(
     renormalize both are taken given that the token is one of the k: neither has any other mass.
     zero        the entries as they are and nothing else: the student has mass where the teacher has none. The
                 usual Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
+    support     sums over the k tokens alone, of the teacher's entries as they are and the student's full softmax:
+                what verl and NeMo-RL compute. reverse_kl is finite, and may be negative.
     =========== =================================================================================================
 
     Args:
@@ -267,8 +269,8 @@ def topk_divergence(
         kind: as of :func:`divergence`.
         form: what `input` holds.
         target_form: what `target_values` holds: "log_probs", "probs", or "logits", of which nothing is known but their
-            softmax over the k: they go with `tail` "renormalize" and "zero".
-        tail: "bucket", "renormalize" or "zero".
+            softmax over the k: they do not go with `tail` "bucket".
+        tail: "bucket", "renormalize", "zero" or "support".
         temperature: divides the student's logits; no factor T² is applied.
         target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside
             the ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
@@ -342,6 +344,7 @@ def topk_divergence(
         vocab=vocab,
         shard=shard,
     )
+    checks.notice_logits(target_values, target_indices, target_form, weight)
     of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
@@ -510,7 +513,9 @@ def linear_divergence(
     rows = hidden.shape[:-1]
     ids, negligible = None, 0.0
     if target_indices is not None:
-        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", tokens)
+        form = "log_probs" if target_form is None else target_form
+        checks.notice_logits(target, target_indices, form, row_weight)
+        of = topk.entries_of(form, tail, "logits", tokens)
         teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
         problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
     elif target_weight is None and target.size(-1) != vocab:
