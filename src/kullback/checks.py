@@ -308,6 +308,25 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     return weight.to(accumulator(input))
 
 
+def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
+    """Ids of rows' tokens, or -100, as int64. Those on a device that are no tokens stop it, as in torch."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
+    if given.dtype not in INTEGERS:
+        raise TypeError(f"labels must be of an integer dtype; got {given.dtype}")
+    if given.shape != input.shape[:-1]:
+        raise ValueError(f"labels must have the rows' shape {shape(input, -1)}; got {shape(given)}")
+    if given.device != input.device:
+        raise ValueError(f"labels must be on the input's device {input.device}; got {given.device}")
+    given = given.long()
+    right = (given == -100) | ((given >= 0) & (given < vocab))
+    if given.device.type != "cpu":
+        torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be -100")
+    elif not right.all():
+        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be -100; got {given[~right][0].item()}")
+    return given
+
+
 def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
     """Of rows."""
     check_name("reduction", reduction, REDUCTIONS)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, linear, parallel, sharded, topk
+from kullback import backends, checks, linear, parallel, sharded, statistics, topk
 from kullback.forms import FORMS
 from kullback.linear import Models
 from kullback.problem import WHOLE, Problem, Side
 from kullback.reductions import reduction_of
+from kullback.statistics import RowStatistics
 from kullback.tracing import in_functorch
 from kullback.work import Operands
 
@@ -541,6 +542,152 @@ def linear_divergence(
     else:
         loss = reduced.finish(linear.total(task, models, reduced.scale))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
+
+
+@torch.no_grad()
+def row_statistics(
+    input: Tensor,
+    target: Tensor | None = None,
+    labels: Tensor | None = None,
+    *,
+    form: str = "logits",
+    target_form: str | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> RowStatistics:
+    """Many figures of each row, in nats: both kl, jensen_shannon, entropies, top tokens, labels'.
+
+    Rows are normalised, in whatever form they come. Nothing is differentiated.
+
+    Args:
+        input: the model's logits, log_probs or probs, `[..., vocab]`, floating point.
+        target: the reference's, of the same shape (but see `valid_vocab`).
+        labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype; -100 in a row that has none.
+        form, target_form, temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap,
+            valid_vocab: as of :func:`divergence`.
+
+    Returns:
+        A :class:`RowStatistics` of tensors `input.shape[:-1]`: float32, float64 of float64 rows, int64 for tokens and
+        ranks, bool for agreement. Fields that need a target or labels are None without.
+
+    Raises:
+        TypeError, ValueError: as of :func:`divergence`; labels of another shape or dtype or, on a CPU, that are no
+            tokens.
+
+    Sources: docs/mathematics.md. The rank of a token is the number of tokens with more mass.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    >>> found = kullback.row_statistics(student, teacher, torch.tensor([1]))
+    >>> found.kl, found.entropy, found.agreement, found.label_rank
+    (tensor([0.3776]), tensor([0.6656]), tensor([True]), tensor([1]))
+    """
+    backends.begin()
+    checks.check_tensor("input", input)
+    if target is not None:
+        checks.check_pair(input, target)
+    other = input if target is None else target
+    vocab = checks.valid_vocab(valid_vocab, input, other)
+    problem = checks.problem(
+        {},
+        "kl",
+        form=form,
+        target_form=target_form,
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+        vocab=vocab,
+    )
+    tokens = vocab or input.size(-1)
+    given = None if labels is None else checks.labels(labels, input, tokens).reshape(-1)
+    x, y = (rows_of(problem.narrow(t)) for t in (input, other))
+    parts = []
+    for rows in statistics.chunks(x.size(0), tokens, x.device):
+        a, b = (statistics.as_logits(t[rows], side.form) for t, side in zip((x, y), problem.sides, strict=True))
+        own = None if given is None else given[rows]
+        parts.append(statistics.of_chunk(problem, a, b, own, target is not None))
+    return statistics.joined(parts, input.shape[:-1])
+
+
+@torch.no_grad()
+def linear_row_statistics(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    target_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    target_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> RowStatistics:
+    """:func:`row_statistics` of ``input @ weight.T + bias`` and the teacher's, a chunk of rows at a time.
+
+    Logits of 16-bit operands are float32.
+
+    Args:
+        input, weight, target, target_weight, bias, target_bias: as of :func:`linear_divergence`.
+        labels, temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap, valid_vocab:
+            as of :func:`row_statistics`.
+
+    Returns:
+        A :class:`RowStatistics` of tensors `input.shape[:-1]`.
+
+    Raises:
+        TypeError, ValueError: as of :func:`linear_divergence` and :func:`row_statistics`.
+
+    Source: docs/decisions/0019-float32-logits.md.
+
+    >>> import torch, kullback
+    >>> hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> kullback.linear_row_statistics(hidden, head, labels=torch.tensor([0])).label_log_prob
+    tensor([-0.2395])
+    """
+    backends.begin()
+    if (target is None) != (target_weight is None):
+        raise ValueError("target and target_weight go together; one of them is None")
+    hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
+    models = [(rows_of(hidden), weight, bias)]
+    if target is not None and target_weight is not None:
+        other = checks.projection("target", target, "target_weight", target_weight, "target_bias", target_bias)
+        if other[0].shape[:-1] != hidden.shape[:-1]:
+            raise ValueError(
+                f"input and target must have the same rows; got {checks.shape(input)} and {checks.shape(target)}"
+            )
+        models.append((rows_of(other[0]), *other[1:]))
+    vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
+    given = None if labels is None else checks.labels(labels, input, vocab).reshape(-1)
+    problem = checks.problem(
+        {},
+        "kl",
+        form="logits",
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+    )
+    parts = []
+    for rows in statistics.chunks(models[0][0].size(0), vocab, hidden.device):
+        sides = [linear.project(side[rows], first(head, vocab), shift) for side, head, shift in models]
+        own = None if given is None else given[rows]
+        parts.append(statistics.of_chunk(problem, sides[0], sides[-1], own, target is not None))
+    return statistics.joined(parts, input.shape[:-1])
 
 
 def rows_of(tensor: Tensor) -> Tensor:
