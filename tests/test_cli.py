@@ -167,7 +167,7 @@ def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
         assert axis.get_xlim()[0] == 0
         frame = axis.get_window_extent()
         assert all(frame.x0 < text.get_window_extent().x1 < frame.x1 for text in axis.texts)
-        assert not frame.overlaps(legend.get_window_extent())
+        assert not axis.get_tightbbox().overlaps(legend.get_window_extent())
     plt.figure(figure)
     monkeypatch.undo()
     plt.close(figure)
