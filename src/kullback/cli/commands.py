@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kullback
@@ -73,7 +73,6 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
@@ -127,7 +126,7 @@ def info(
 
 @app.command()
 def check() -> None:
-    """Check every backend on this machine against float64: the truth table and a random grid. Takes about a minute.
+    """Check every backend on this machine against float64: the truth table and a random grid. Takes up to a minute.
 
     Exit status 1 if anything is off.
     """
