@@ -1,10 +1,10 @@
 """Distil a classifier of handwritten digits: a small student learns from 100 labels, with and without a teacher.
 
-    pip install 'kullback[examples]' && python examples/digits.py
+    pip install '.[examples]' && python examples/digits.py
 
 The teacher has seen every label. The student has labels for 100 images; the teacher's opinion of an image costs no
 label, so with it the student learns from all of them. Prints both accuracies, mean and standard deviation of five
-students, and draws them. Twenty seconds on two cores.
+students, and draws them. Ten seconds on one core.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import kullback
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import PercentFormatter
 
 TEMPERATURE = 4.0
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--students", type=int, default=5, help="of each kind (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # networks as small as these wait for a second thread longer than it helps
 
     digits = load_digits()
     split = train_test_split(digits.data, digits.target, test_size=450, random_state=0, stratify=digits.target)
@@ -82,17 +84,18 @@ def main() -> None:
     for name, scores in results.items():
         print(f"student, {name}: {scores.mean():.1%} ± {scores.std(correction=0):.1%}")
 
-    figure, axes = plt.subplots(figsize=(6, 3.2))
+    names = ["labels of 100 images", "those, and the teacher's\nopinion of all images"]
     means, deviations = zip(*((s.mean().item(), s.std(correction=0).item()) for s in results.values()), strict=True)
-    bars = axes.bar(list(results), means, yerr=deviations, capsize=6, width=0.5, color=["tab:gray", "tab:blue"])
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    bars = axes.bar(names, means, yerr=deviations, capsize=6, width=0.5, color=["tab:gray", "tab:blue"])
     axes.bar_label(bars, [f"{mean:.1%}" for mean in means], label_type="center", color="white")
-    axes.axhline(best, color="tab:red", linestyle="--", label=f"teacher, {best:.1%}")
-    axes.set_ylim(0, 1.02)
+    axes.axhline(best, color="tab:red", linestyle="--", label=f"the teacher: {best:.1%}")
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.margins(x=0.15)
-    axes.set_ylabel("accuracy on unseen digits")
+    axes.set_ylabel("unseen digits right")
     axes.set_title("What a small student learns from")
-    axes.legend(loc="center")
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", frameon=False)
     figure.savefig(arguments.plot, dpi=150)
     print(f"drawn to {arguments.plot}")
 

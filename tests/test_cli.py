@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,22 +10,52 @@ import types
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import kullback
 from kullback import kernelbench
 from kullback.backends import cache as kernels
+from kullback.cli import bench, check, commands, reference
 from kullback.cli.commands import app
 from tests.kinds import KINDS
 
 run = lambda *arguments: CliRunner().invoke(app, arguments)
 
 
-def test_help_teaches():
+WIDTH = 80
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What is printed is as wide as a terminal usually is."""
+    monkeypatch.setattr(commands, "console", Console(width=WIDTH))
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_teaches(option):
     for command in ([], ["info"], ["check"], ["bench"], ["show"], ["export", "kernelbench"]):
-        result = run(*command, "--help")
+        result = run(*command, option)
         assert result.exit_code == 0
         assert len(result.output.splitlines()) > 5
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.output) == (0, f"kullback {kullback.__version__}\n")
+
+
+def test_no_word_of_a_toolkit_without_a_device(tmp_path):
+    """torch.compile looks for one, and warns. A CPU build looks when it is asked to."""
+    look = "from torch.utils.cpp_extension import _find_cuda_home as look; look()"
+    quiet = f"import sys\nfrom kullback.cli import main\ntry: main()\nexcept SystemExit: {look}"
+    environment = {**os.environ, "CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    said = {}
+    for code in (look, quiet):
+        command = [sys.executable, "-c", code, "--version"]
+        said[code] = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+    assert "No CUDA runtime is found" in said[look]
+    assert said[quiet] == ""
 
 
 def test_info_names_every_backend_and_the_cache():
@@ -46,23 +77,23 @@ def test_show_names_what_is_unknown():
     assert "'kll' is not one of kl" in re.sub(r"\s+│\s+", " ", result.output)
 
 
-def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch):
-    from kullback.cli import check, reference
-
+def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch, terminal):
     monkeypatch.setattr(check, "available", lambda: ["torch"])
     monkeypatch.setattr(check, "SHAPES", [(5, 33)])
     result = run("check")
     assert result.exit_code == 0, result.output
-    assert "right" in result.output
+    assert re.search(r"^378 checks in \d+ s: all right$", result.output, re.M)
+    assert max(map(len, result.output.splitlines())) <= WIDTH
     true = reference.rows
     monkeypatch.setattr(reference, "rows", lambda kind, *a, **k: true(kind, *a, **k) * (1 + (kind == "chi2")))
     result = run("check")
     assert result.exit_code == 1
     assert "chi2" in result.output
+    assert re.search(r"^378 checks in \d+ s: \d+ wrong$", result.output, re.M)
     assert "off by" in result.output
 
 
-def test_bench_measures_writes_and_draws(tmp_path):
+def test_bench_measures_writes_and_draws(tmp_path, terminal):
     out, png = tmp_path / "out.json", tmp_path / "out.png"
     result = run(
         *("bench", "--shape", "64x512", "--repeats", "1", "--device", "cpu"),
@@ -72,6 +103,8 @@ def test_bench_measures_writes_and_draws(tmp_path):
         str(png),
     )
     assert result.exit_code == 0, result.output
+    assert f"wrote {out}\nwrote {png}\n" in result.output
+    assert re.search(r"Measured\s+in\s+\d+\s+s", result.output)
     data = json.loads(out.read_text())
     assert data["case"] == {"rows": 64, "vocab": 512, "dtype": "float32", "form": "probs", "kind": "kl", "noise": 1.0}
     names = {e["name"] for e in data["results"]}
@@ -79,6 +112,65 @@ def test_bench_measures_writes_and_draws(tmp_path):
     assert all(e["error"] < 1e-4 for e in data["results"] if "error" in e)
     assert {"device", "torch", "commit", "dirty", "date"} <= data["provenance"].keys()
     assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+def measured(peak_bytes):
+    """As `bench` gives it, of all tasks and rivals, and with the longest figures."""
+    figures = {"seconds": 12.3456, "of_ceiling": 0.0004, "error": 1e-8, "peak_bytes": peak_bytes}
+    ours = [{"name": "kullback", "task": task, **figures} for task in bench.TASKS]
+    rivals = [
+        {"name": name, "task": task, **figures, "seconds": 0.0123}
+        for name in ("eager", "torch.compile", "liger")
+        for task in list(bench.TASKS)[:2]
+    ]
+    return {
+        "case": {"rows": 16384, "vocab": 128256, "dtype": "bfloat16", "form": "logits", "kind": "total_variation"},
+        "rows_asked": 16384,
+        "read_seconds": 0.5,
+        "copy_seconds": 0.5,
+        "copy_terabytes_a_second": 1.23456,
+        "worst_row_error": 1e-7,
+        "results": [{**ours[0], "ran_on": "torch"}, *ours[1:], *rivals],
+        "provenance": {"device": "a device", "torch": torch.__version__},
+    }
+
+
+@pytest.mark.parametrize("peak_bytes", [None, 1 << 40])
+def test_the_table_is_whole_in_a_usual_terminal(terminal, capsys, peak_bytes):
+    result = measured(peak_bytes)
+    result["results"][-1] = {"name": "liger", "task": "forward + gradient", "failed": "ValueError: " + "[no] " * 30}
+    commands._show(result, took=3.0)
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if " ms " in line) :]
+    rows = [line.rstrip() for line in table[: 1 + len(bench.TASKS) + len(result["results"])]]
+    assert max(map(len, lines)) <= WIDTH
+    assert not any("…" in line for line in lines)
+    assert rows[0].split()[-2:] == (["peak", "MiB"] if peak_bytes else ["1", "error"])
+    assert rows[1] == "forward"
+    memory = ["1048576"] if peak_bytes else []
+    assert rows[2].split() == ["kullback", "(torch)", "12346", "0%", "1.00", "1e-08", *memory]
+    assert rows[4].split() == ["torch.compile", "12.3", "0%", "0.00", "1e-08", *memory]
+    assert "liger, forward + gradient: ValueError: [no] [no]" in "\n".join(lines)
+
+
+def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)  # it is looked at
+    bench.plot(measured(None), tmp_path / "plot.png")
+    figure = plt.gcf()
+    figure.draw_without_rendering()
+    assert [axis.get_title(loc="left") for axis in figure.axes] == list(bench.TASKS)
+    (legend,) = figure.legends
+    for axis in figure.axes:
+        assert axis.get_xscale() == "linear"
+        assert axis.get_xlim()[0] == 0
+        frame = axis.get_window_extent()
+        assert all(frame.x0 < text.get_window_extent().x1 < frame.x1 for text in axis.texts)
+        assert not axis.get_tightbbox().overlaps(legend.get_window_extent())
+    plt.figure(figure)
+    monkeypatch.undo()
+    plt.close(figure)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +216,7 @@ def test_without_its_extra_the_command_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "needs typer: pip install 'kullback[cli]'" in done.stderr
+    assert "needs typer: pip install 'kullback[cli]', or in a clone pip install '.[cli]'" in done.stderr
 
 
 WITHOUT_MATPLOTLIB = (
@@ -160,7 +252,8 @@ def test_python_m():
 
 def test_export_writes_a_file(tmp_path):
     path = tmp_path / "new.py"
-    assert run("export", "kernelbench", "-o", str(path)).exit_code == 0
+    result = run("export", "kernelbench", "-o", str(path))
+    assert (result.exit_code, result.output) == (0, f"wrote {path}\n")
     assert path.read_text() == kernelbench.standalone()
 
 

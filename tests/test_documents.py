@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import tomllib
 from typing import get_args
 
 import pytest
@@ -38,6 +39,19 @@ def test_the_picture_shows_the_results():
         assert any(text.startswith(f"floor {floor:.1f}:") for text in shown)
         for name, time in found.items():
             shown.remove(f"{picture['NAMES'][name]} {time:.1f}")
+
+
+def test_every_example_runs():
+    """Of every page; docs/transformers.md by `make test-integrations`."""
+    settings = tomllib.loads((tables.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    options = settings["tool"]["pytest"]["ini_options"]["addopts"]
+    globs = [option.removeprefix("--doctest-glob=") for option in options if option.startswith("--doctest-glob=")]
+    pages = {tables.ROOT / "README.md", *(tables.ROOT / "docs").rglob("*.md")}
+    run = {path for glob in globs for path in tables.ROOT.glob(glob)} | {tables.ROOT / "docs/transformers.md"}
+    for path in pages:
+        fences = re.findall(r"^```(\w+)$", path.read_text(encoding="utf-8"), re.M)
+        assert set(fences) <= {"pycon"}, path
+        assert not fences or path in run, path
 
 
 def sentences(text):

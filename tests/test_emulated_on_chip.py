@@ -9,7 +9,7 @@ import torch
 import kullback
 from kullback.backends.cuda import plan
 from tests import emulation, kinds, oracle, samples
-from tests.samples import apart, at, dead, far, masked, spiked
+from tests.samples import apart, at, dead, equal, far, masked, peaked, spiked
 from tests.tolerances import (
     BF16_CACHED,
     BF16_GRADIENT,
@@ -116,6 +116,60 @@ def test_rows_that_a_sample_tells_nothing_of(backend, generator, kind, dtype, is
         for row in good:
             error = (ours[row] - expected[row]).norm()
             assert error <= bound * expected[row].norm() + 1e-7, rows.names[row]
+
+
+def differing(by: float, every: int, constant: float = 0.0, top: float = 0.0):
+    """The same logits, but for a constant and for each so manieth token, in turn more and less; one is the largest."""
+
+    def row(y, noise):
+        y = torch.zeros_like(y)
+        y[61] = top
+        x = y + constant
+        x[122::every] += by
+        x[122 + every :: 2 * every] -= 2 * by
+        return x, y
+
+    return row
+
+
+@pytest.mark.parametrize("is_on_chip", [False, True])
+@pytest.mark.parametrize("kind", kinds.SMOOTH)
+def test_mean_slopes_of_close_rows(backend, generator, kind, is_on_chip):
+    """Gradients that are small differences from it, where the sums of statistics say enough of a row, too little, or
+    nothing though tokens differ."""
+    rows = samples.batch(
+        generator,
+        6152,
+        torch.bfloat16,
+        spread=3.0,
+        foreseen=apart(0.05),
+        closer=apart(1e-3),
+        sure=peaked(apart(0.1), 61, 5.0),
+        surer=peaked(apart(0.03), 61, 9.0),
+        skewed=lambda y, noise: (y - 0.03 * noise.square(), y),
+        one_differs=lambda y, _: (y + 0.25 * (torch.arange(len(y)) == 122), y),
+        one_far=at(differing(0.0, 1), x={122: 3.0}, y={122: 2.0}),
+        some_far=differing(0.875, 211),
+        offset=differing(4.0, 6152, 1000.0, 12.0),
+        far_but_one=peaked(apart(1.0), 61, 12.0),
+        equal=equal,
+    )
+    a = rows.x.double().requires_grad_()
+    truth = oracle.divergence(a, rows.y.double(), kind, **kinds.parameters(kind))
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    ours = rows.x.clone().requires_grad_()
+    for row, name in enumerate(rows.names):
+        loss = kullback.divergence(ours[row], rows.y[row], kind, reduction="sum", **kinds.parameters(kind))
+        (mine,) = torch.autograd.grad(loss, ours)
+        assert loss >= 0
+        if name == "equal":
+            assert loss == 0
+            assert mine.count_nonzero() == 0
+        else:
+            assert truth[row] < 1e-7 or relative_error(loss, truth[row]) < LOSS, name
+            assert relative_error(mine[row], expected[row]) < BF16_GRADIENT, name
+        if name in ("foreseen", "skewed", "one_far", "some_far"):
+            assert share_misrounded(mine[row], expected[row]) < 1e-3, name
 
 
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])

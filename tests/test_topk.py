@@ -402,7 +402,7 @@ def test_opcheck(generator):
         (
             {"tail": "buckets"},
             ValueError,
-            "tail must be one of bucket, renormalize, zero; got 'buckets'.*mean 'bucket'",
+            "tail must be one of bucket, renormalize, zero, support; got 'buckets'.*mean 'bucket'",
         ),
         ({"target_form": "logits"}, ValueError, 'tail="bucket" needs what the entries leave of 1'),
         ({"form": "logit"}, ValueError, "form must be one of"),
@@ -584,3 +584,62 @@ def test_softcap_and_temperature_together(temperature, backend, device, generato
     torch.testing.assert_close(ours.cpu(), expected)
     both = (torch.autograd.grad(loss.sum(), x)[0] for loss in (ours.cpu(), expected))
     torch.testing.assert_close(*both)
+
+
+def support_only(x, form, log_p, ids, kind, temperature=1.0):
+    """Sums over the ids, of the student's masses in its whole row."""
+    q = oracle.masses(x, form, temperature).gather(-1, ids)
+    return oracle.rows(kind, (log_p.double() / temperature).exp(), q, **kinds.parameters(kind))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "jensen_shannon", "total_variation"])
+def test_sums_over_the_support_alone(backend, device, generator, kind, form):
+    """As verl and NeMo-RL have them; with the gradient through the student's whole softmax."""
+    x = sample(form, (4, 301), generator).to(device).requires_grad_()
+    log_p, ids = teacher((4, 301), 20, generator, torch.float32, device)
+    wide = x.detach().double().requires_grad_()
+    expected = support_only(wide, form, log_p, ids, kind)
+    assert expected.isfinite().all()
+    (theirs,) = torch.autograd.grad(expected.sum(), wide)
+    for reduction in ("none", "sum"):
+        loss = kullback.topk_divergence(
+            x, log_p, ids, kind, form=form, tail="support", reduction=reduction, **kinds.parameters(kind)
+        )
+        assert relative_error(loss.sum(), expected.sum()) < 1e-5
+        (ours,) = torch.autograd.grad(loss.sum(), x)
+        assert relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "renyi"])
+def test_support_from_hidden_states(backend, device, generator, kind):
+    hidden, head = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((6, 8), (90, 8)))
+    hidden, head = (t.to(device).requires_grad_() for t in (hidden, head))
+    log_p, ids = teacher((6, 90), 7, generator, torch.float64, device)
+    ids = torch.where(torch.arange(7, device=device) == 6, -1, ids)
+    for reduction in ("none", "mean"):
+        options = {"tail": "support", "reduction": reduction, **kinds.parameters(kind)}
+        ours = kullback.linear_divergence(hidden, head, log_p, kind=kind, target_indices=ids, chunk_rows=4, **options)
+        dense = kullback.topk_divergence(hidden @ head.t(), log_p, ids, kind, **options)
+        assert relative_error(ours, dense) < 1e-9
+        for mine, other in zip(
+            torch.autograd.grad(ours.sum(), (hidden, head)),
+            torch.autograd.grad(dense.sum(), (hidden, head)),
+            strict=True,
+        ):
+            assert relative_error(mine, other) < 1e-9
+
+
+def test_logits_given_as_log_probabilities_are_noticed(generator):
+    student, logits = sample("logits", (4, 50), generator), sample("logits", (4, 50), generator, scale=3.0)
+    values, ids = logits.topk(5)
+    with pytest.warns(UserWarning, match="probabilities that sum to .*target_form=.logits"):
+        kullback.topk_divergence(student, values, ids)
+    with pytest.warns(UserWarning, match="target_form"):
+        kullback.linear_divergence(student, torch.eye(50), values, target_indices=ids)
+    # Neither what does not count, nor what 16 bits round
+    rounded = logits.log_softmax(-1).bfloat16().gather(-1, ids)
+    kullback.topk_divergence(student, rounded, ids)
+    kullback.topk_divergence(student, values, torch.full_like(ids, -1))
+    kullback.topk_divergence(student, values, ids, row_weight=torch.zeros(4))
+    kullback.topk_divergence(student, values, ids, target_form="logits", tail="renormalize")

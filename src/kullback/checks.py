@@ -10,6 +10,7 @@ import math
 import numbers
 import operator
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -29,7 +30,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a loss, by the dtypes of input and target
 LOSS_DTYPES = {(x, y): torch.promote_types(torch.promote_types(x, y), torch.float32) for x in FLOATS for y in FLOATS}
 REDUCTIONS = ("none", "mean", "sum")
-TAILS = ("bucket", "renormalize", "zero")
+TAILS = ("bucket", "renormalize", "zero", "support")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (*INTEGERS, torch.uint16, torch.uint32, torch.uint64)
 
@@ -307,6 +308,25 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     return weight.to(accumulator(input))
 
 
+def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
+    """Ids of rows' tokens, or -100, as int64. Those on a device that are no tokens stop it, as in torch."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
+    if given.dtype not in INTEGERS:
+        raise TypeError(f"labels must be of an integer dtype; got {given.dtype}")
+    if given.shape != input.shape[:-1]:
+        raise ValueError(f"labels must have the rows' shape {shape(input, -1)}; got {shape(given)}")
+    if given.device != input.device:
+        raise ValueError(f"labels must be on the input's device {input.device}; got {given.device}")
+    given = given.long()
+    right = (given == -100) | ((given >= 0) & (given < vocab))
+    if given.device.type != "cpu":
+        torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be -100")
+    elif not right.all():
+        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be -100; got {given[~right][0].item()}")
+    return given
+
+
 def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
     """Of rows."""
     check_name("reduction", reduction, REDUCTIONS)
@@ -474,7 +494,24 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
     if target_form == "logits" and tail == "bucket":
         raise ValueError(
             'tail="bucket" needs what the entries leave of 1, which k logits do not tell: give log_probs, or '
-            'tail="renormalize" or "zero"'
+            'tail="renormalize", "zero" or "support"'
+        )
+
+
+def notice_logits(values: Tensor, indices: Tensor, target_form: str, row_weight: Tensor | None) -> None:
+    """Warn of log-probabilities that are none, on a CPU: what raw logits give looks like a loss."""
+    if target_form != "log_probs" or values.device.type != "cpu" or is_traced(values, indices):
+        return
+    counts = indices.long() >= 0
+    if row_weight is not None:
+        counts &= (row_weight != 0).unsqueeze(-1)
+    most = torch.where(counts, values.detach().float(), -math.inf).exp().sum(-1)
+    if most.numel() and (largest := most.max().item()) > 1.1:
+        warnings.warn(
+            f"target_values hold log-probabilities, by target_form, and are those of probabilities that sum to "
+            f"{largest:.3g}; of logits say target_form='logits' (with another tail than \"bucket\")",
+            UserWarning,
+            stacklevel=3,
         )
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, linear, parallel, sharded, topk
+from kullback import backends, checks, linear, parallel, sharded, statistics, topk
 from kullback.divergences import Kind
 from kullback.forms import FORMS
 from kullback.linear import Models
 from kullback.problem import WHOLE, Problem, Side
 from kullback.reductions import reduction_of
+from kullback.statistics import RowStatistics
 from kullback.tracing import in_functorch
 from kullback.work import Operands
 
@@ -254,6 +255,8 @@ def topk_divergence(
     - "renormalize": both are taken given that the token is one of the k; neither has any other mass.
     - "zero": the entries as they are and nothing else; the student has mass where the teacher has none. The usual
       Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.
+    - "support": sums over the k tokens alone, of the teacher's entries as they are and the student's full softmax: what
+      verl and NeMo-RL compute. reverse_kl is finite, and may be negative.
 
     Args:
         input: the student's logits (log_probs, probs), `[..., vocab]`, floating point.
@@ -263,8 +266,8 @@ def topk_divergence(
         kind: as of `divergence`.
         form: what `input` holds.
         target_form: what `target_values` holds: "log_probs", "probs", or "logits", of which nothing is known but their
-            softmax over the k: they go with `tail` "renormalize" and "zero".
-        tail: "bucket", "renormalize" or "zero".
+            softmax over the k: they do not go with `tail` "bucket".
+        tail: "bucket", "renormalize", "zero" or "support".
         temperature: divides the student's logits; no factor T² is applied.
         target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside
             the ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
@@ -342,6 +345,7 @@ def topk_divergence(
         vocab=vocab,
         shard=shard,
     )
+    checks.notice_logits(target_values, target_indices, target_form, weight)
     of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
@@ -521,7 +525,9 @@ def linear_divergence(
     rows = hidden.shape[:-1]
     ids, negligible = None, 0.0
     if target_indices is not None:
-        of = topk.entries_of("log_probs" if target_form is None else target_form, tail, "logits", tokens)
+        form = "log_probs" if target_form is None else target_form
+        checks.notice_logits(target, target_indices, form, row_weight)
+        of = topk.entries_of(form, tail, "logits", tokens)
         teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
         problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
     elif target_weight is None and target.size(-1) != vocab:
@@ -547,6 +553,170 @@ def linear_divergence(
     else:
         loss = reduced.finish(linear.total(task, models, reduced.scale))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
+
+
+@torch.no_grad()
+def row_statistics(
+    input: Tensor,
+    target: Tensor | None = None,
+    labels: Tensor | None = None,
+    *,
+    form: str = "logits",
+    target_form: str | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> RowStatistics:
+    """Many figures of each row, in nats: both kl, jensen_shannon, entropies, top tokens, labels'.
+
+    Rows are normalised, in whatever form they come. Nothing is differentiated.
+
+    Args:
+        input: the model's logits, log_probs or probs, `[..., vocab]`, floating point.
+        target: the reference's, of the same shape (but see `valid_vocab`).
+        labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype; -100 in a row that has none.
+        form: as of `divergence`.
+        target_form: as of `divergence`.
+        temperature: as of `divergence`.
+        target_temperature: as of `divergence`.
+        logit_scale: as of `divergence`.
+        target_logit_scale: as of `divergence`.
+        softcap: as of `divergence`.
+        target_softcap: as of `divergence`.
+        valid_vocab: as of `divergence`.
+
+    Returns:
+        A `RowStatistics` of tensors `input.shape[:-1]`: float32, float64 of float64 rows, int64 for tokens and
+        ranks, bool for agreement. Fields that need a target or labels are None without.
+
+    Raises:
+        TypeError, ValueError: as of `divergence`; labels of another shape or dtype or, on a CPU, that are no
+            tokens.
+
+    Sources: docs/mathematics.md. The rank of a token is the number of tokens with more mass.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    >>> found = kullback.row_statistics(student, teacher, torch.tensor([1]))
+    >>> found.kl, found.entropy, found.agreement, found.label_rank
+    (tensor([0.3776]), tensor([0.6656]), tensor([True]), tensor([1]))
+    """
+    backends.begin()
+    checks.check_tensor("input", input)
+    if target is not None:
+        checks.check_pair(input, target)
+    other = input if target is None else target
+    vocab = checks.valid_vocab(valid_vocab, input, other)
+    problem = checks.problem(
+        {},
+        "kl",
+        form=form,
+        target_form=target_form,
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+        vocab=vocab,
+    )
+    tokens = vocab or input.size(-1)
+    given = None if labels is None else checks.labels(labels, input, tokens).reshape(-1)
+    x, y = (rows_of(problem.narrow(t)) for t in (input, other))
+    parts = []
+    for rows in statistics.chunks(x.size(0), tokens, x.device):
+        a, b = (statistics.as_logits(t[rows], side.form) for t, side in zip((x, y), problem.sides, strict=True))
+        own = None if given is None else given[rows]
+        parts.append(statistics.of_chunk(problem, a, b, own, target is not None))
+    return statistics.joined(parts, input.shape[:-1])
+
+
+@torch.no_grad()
+def linear_row_statistics(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor | None = None,
+    target_weight: Tensor | None = None,
+    labels: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    target_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    target_logit_scale: float | None = None,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> RowStatistics:
+    """`row_statistics` of `input @ weight.T + bias` and the teacher's, a chunk of rows at a time.
+
+    Logits of 16-bit operands are float32.
+
+    Args:
+        input: as of `linear_divergence`.
+        weight: as of `linear_divergence`.
+        target: as of `linear_divergence`.
+        target_weight: as of `linear_divergence`.
+        labels: as of `row_statistics`.
+        bias: as of `linear_divergence`.
+        target_bias: as of `linear_divergence`.
+        temperature: as of `divergence`.
+        target_temperature: as of `divergence`.
+        logit_scale: as of `divergence`.
+        target_logit_scale: as of `divergence`.
+        softcap: as of `divergence`.
+        target_softcap: as of `divergence`.
+        valid_vocab: as of `divergence`.
+
+    Returns:
+        A `RowStatistics` of tensors `input.shape[:-1]`.
+
+    Raises:
+        TypeError, ValueError: as of `linear_divergence` and `row_statistics`.
+
+    Source: docs/decisions/0019-float32-logits.md.
+
+    >>> import torch, kullback
+    >>> hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    >>> kullback.linear_row_statistics(hidden, head, labels=torch.tensor([0])).label_log_prob
+    tensor([-0.2395])
+    """
+    backends.begin()
+    if (target is None) != (target_weight is None):
+        raise ValueError("target and target_weight go together; one of them is None")
+    hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
+    models = [(rows_of(hidden), weight, bias)]
+    if target is not None and target_weight is not None:
+        other = checks.projection("target", target, "target_weight", target_weight, "target_bias", target_bias)
+        if other[0].shape[:-1] != hidden.shape[:-1]:
+            raise ValueError(
+                f"input and target must have the same rows; got {checks.shape(input)} and {checks.shape(target)}"
+            )
+        models.append((rows_of(other[0]), *other[1:]))
+    vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
+    given = None if labels is None else checks.labels(labels, input, vocab).reshape(-1)
+    problem = checks.problem(
+        {},
+        "kl",
+        form="logits",
+        temperature=temperature,
+        target_temperature=target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=target_logit_scale,
+        softcap=softcap,
+        target_softcap=target_softcap,
+    )
+    parts = []
+    for rows in statistics.chunks(models[0][0].size(0), vocab, hidden.device):
+        sides = [linear.project(side[rows], first(head, vocab), shift) for side, head, shift in models]
+        own = None if given is None else given[rows]
+        parts.append(statistics.of_chunk(problem, sides[0], sides[-1], own, target is not None))
+    return statistics.joined(parts, input.shape[:-1])
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -227,6 +227,13 @@ class ModelRows:
         return [gradient.to(of.dtype) for gradient, of in found if gradient is not None and of is not None]
 
 
+def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows' logits, in float32 where operands are of 16 bits."""
+    rows = hidden.size(0)
+    model = ModelRows(hidden, weight, bias, (False,) * 3, rows, rows, logits_dtype(hidden, widens=True), None, "")
+    return model.values(slice(0, rows))
+
+
 def _buffer(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
     """[rows, vocab], as many of them as there are at most."""
     buffer = like.new_empty(min(rows, like.size(0)), math.ceil(vocab / ALIGNED) * ALIGNED, dtype=dtype)

@@ -50,7 +50,7 @@ class Teacher(NamedTuple):
 
 
 def entries_of(form: str, tail: str, input_form: str, vocab: int) -> TopK:
-    """What a teacher's entries are, for a student in that form."""
+    """What a teacher's entries are, for a student in that form. Those of "support" are read as of "zero"."""
     return TopK(form, tail, tail == "renormalize" or (input_form == "logits" and tail != "zero"), vocab)
 
 
@@ -64,14 +64,17 @@ def teacher(
     skipped = None if row_weight is None else row_weight.detach() == 0
     if indices.dtype in UNSIGNED:
         indices = indices.long()
+    read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
-        ids, target = ReadEntries.apply(values, indices, skipped, problem, of)
+        ids, target = ReadEntries.apply(values, indices, skipped, problem, read)
     else:
-        ids, target = read_entries(problem, values, indices, skipped, of)
+        ids, target = read_entries(problem, values, indices, skipped, read)
+    if of.tail == "support":
+        target = target[..., :-1]
     k, vocab = operator.index(ids.size(-1)), operator.index(of.vocab)  # a compiler must not take symbols' logarithm
     log_vocab = math.log(max(vocab - k, 1))
     negligible = log_vocab + (math.log(4 * torch.finfo(values.dtype).eps) - log_vocab) / problem.target.temperature
-    form = "logits" if of.as_logits else "log_probs"
+    form = "logits" if read.as_logits else "log_probs"
     side = Side(form, problem.target.temperature, problem.target.softcap)
     has_tail = target.size(-1) > ids.size(-1)
     return Teacher(ids, dataclasses.replace(problem, target=side), negligible, has_tail), target
@@ -98,6 +101,11 @@ def at_ids(problem: Problem, form: str = "logits") -> Problem:
     return Problem(problem.kind, Side(form), Side(problem.target.form), problem.parameter)
 
 
+def is_of_support(problem: Problem, has_tail: bool) -> bool:
+    """Whether a teacher's entries are all that is summed: no tail, and masses that need not sum to 1."""
+    return not has_tail and problem.target.form != "logits"
+
+
 def gather(problem: Problem, input: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
     """The input's rows at the ids and, with a tail, all others in one: [rows, k (+ 1)], as they count."""
     gathered = input.new_empty(input.size(0), ids.size(1) + has_tail, dtype=gathered_dtype(problem, input))
@@ -112,12 +120,18 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     """
     problem, x, y = work.problem, work.input, work.target
     has_tail = y.size(-1) > ids.size(-1)
-    gathered = gather(problem, x, ids, has_tail)
+    of_support = is_of_support(problem, has_tail)
+    gathered = gather(problem, x, ids, has_tail or of_support)
     if has_tail:
         y = in_torch.without_rounding(gathered, y, negligible, problem)
-    d_gathered = None if work.d_input is None else torch.empty_like(gathered)
-    operands = work.operands._replace(input=gathered, target=y)
-    backends.run(work._replace(problem=at_ids(problem), operands=operands, d_input=d_gathered))
+    values = gathered.log_softmax(-1)[..., :-1].contiguous() if of_support else gathered
+    d_values = None if work.d_input is None else torch.empty_like(values)
+    operands = work.operands._replace(input=values, target=y)
+    small = at_ids(problem, "log_probs" if of_support else "logits")
+    backends.run(work._replace(problem=small, operands=operands, d_input=d_values))
+    d_gathered = d_values
+    if of_support and d_values is not None:  # back through the softmax
+        d_gathered = torch.nn.functional.pad(d_values, (0, 1)) - gathered.softmax(-1) * d_values.sum(-1, keepdim=True)
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
         parallel.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
@@ -315,6 +329,11 @@ autograd.differentiated(
 def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
     form, target = teacher.problem.input.form, operands.target
+    if is_of_support(teacher.problem, teacher.has_tail):
+        values: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, form == "logits")
+        if form == "logits":
+            values, form = values.log_softmax(-1)[..., :-1], "log_probs"
+        return at_ids(teacher.problem, form), Operands(values, target, *autograd.of_rows(operands))
     gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, teacher.has_tail)
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 
 
@@ -10,7 +11,12 @@ def main() -> None:
     """Run the command line, or say what it needs."""
     missing = [name for name in ("typer", "rich") if not importlib.util.find_spec(name)]
     if missing:
-        sys.exit(f"the command line needs {', '.join(missing)}: pip install 'kullback[cli]'")
+        sys.exit(
+            f"the command line needs {', '.join(missing)}: pip install 'kullback[cli]', "
+            "or in a clone pip install '.[cli]'"
+        )
+    # torch.compile imports it, and it warns of a CUDA toolkit without a device: no matter for what runs on a CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from kullback.cli.commands import app
 
     app()

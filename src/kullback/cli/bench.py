@@ -323,32 +323,49 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def milliseconds(seconds: float) -> str:
+    """Four digits, or the whole number."""
+    return f"{seconds * 1e3:.4g}" if seconds < 10 else f"{seconds * 1e3:.0f}"
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Horizontal bars: milliseconds of each contestant and task, and the time of reading the inputs."""
+    """A panel of bars for each task, from 0: milliseconds of each contestant, and the time of reading the inputs."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     entries = [e for e in result["results"] if "seconds" in e]
-    labels = [f"{e['name']}\n{e['task']}" for e in entries]
-    times = [e["seconds"] * 1e3 for e in entries]
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(entries) + 1.6))
-    colours = ["tab:blue" if e["name"] == "kullback" else "tab:gray" for e in entries]
-    bars = axes.barh(labels, times, color=colours)
-    axes.bar_label(bars, fmt=" %.3g", padding=2)
+    panels = [[e for e in entries if e["task"] == task] for task in dict.fromkeys(e["task"] for e in entries)]
+    figure, axes = plt.subplots(
+        len(panels),
+        sharex=True,
+        squeeze=False,
+        figsize=(8, 0.35 * len(entries) + 0.4 * len(panels) + 1.5),
+        height_ratios=[len(panel) for panel in panels],
+        layout="constrained",
+    )
     floor = result["read_seconds"] * 1e3
-    axes.axvline(floor, color="tab:red", linestyle="--", label=f"reading both inputs: {floor:.3g} ms")
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("milliseconds (log scale)")
+    for panel, axis in zip(panels, axes[:, 0], strict=True):
+        colours = ["tab:blue" if e["name"] == "kullback" else "tab:gray" for e in panel]
+        bars = axis.barh([e["name"] for e in panel], [e["seconds"] * 1e3 for e in panel], color=colours)
+        axis.bar_label(bars, [milliseconds(e["seconds"]) for e in panel], padding=4)
+        line = axis.axvline(floor, color="tab:red", linestyle="--")
+        axis.set_title(panel[0]["task"], loc="left", fontsize=10)
+        axis.set_ylim(len(panel) - 0.5, -0.5)
+    axis.set_xlim(0, 1.12 * max(floor, *(e["seconds"] * 1e3 for e in entries)))  # the longest bar's label has room
+    axis.set_xlabel("milliseconds")
     case = result["case"]
-    axes.set_title(
+    figure.suptitle(
         f"{case['kind']} from {case['form']}, {case['rows']} x {case['vocab']} {case['dtype']}\n"
         f"{result['provenance']['device']}",
         fontsize=10,
     )
-    axes.legend(loc="lower right")
-    figure.tight_layout()
+    figure.legend(
+        [line],
+        [f"reading both inputs: {milliseconds(result['read_seconds'])} ms"],
+        loc="outside lower center",
+        frameon=False,
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)

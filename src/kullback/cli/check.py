@@ -66,9 +66,9 @@ def available() -> list[str]:
     return found
 
 
-def run(progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Every backend's outcomes, one for the truth table and one for each kind of divergence."""
-    for name in available():
+def run(backends: list[str], progress: Callable[[str], None]) -> Iterator[Outcome]:
+    """Their outcomes, each one's of the truth table and of each kind of divergence."""
+    for name in backends:
         # On a GPU logits of float64 run in torch: there nothing is forced.
         with contextlib.nullcontext() if name == "cuda" else kullback.backend(name):
             device = "cuda" if name == "cuda" else "cpu"
@@ -79,8 +79,8 @@ def run(progress: Callable[[str], None]) -> Iterator[Outcome]:
                 yield _grid(name, kind, device)
 
 
-def steps() -> int:
-    return len(available()) * (1 + len(DIVERGENCES))
+def steps(backends: list[str]) -> int:
+    return len(backends) * (1 + len(DIVERGENCES))
 
 
 def _truth_table(backend: str, device: str) -> Outcome:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,15 +33,31 @@ from kullback.problem import Problem, Side
 from kullback.work import Operands, Rows
 
 app = typer.Typer(
-    help="Divergences between categorical distributions: what runs here, how exact, how fast.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # lines of a docstring's paragraph are joined
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 export_app = typer.Typer(help="Print a kernel for use elsewhere.", no_args_is_help=True)
 app.add_typer(export_app, name="export")
 console = Console()
 Kind = Annotated[str, typer.Option(help=f"The divergence: {', '.join(DIVERGENCES)}.")]
 Form = Annotated[str, typer.Option(help=f"What the tensors hold: {', '.join(FORMS)}.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kullback {kullback.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Divergences between categorical distributions: what runs here, how exact, how fast."""
 
 
 def _one_of(option: str, value: str, known: Any) -> str:
@@ -71,6 +88,10 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
+def _wrote(path: Path) -> None:
+    console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command()
 def info(
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Remove all compiled kernels first.")] = False,
@@ -80,6 +101,7 @@ def info(
         console.print(f"removed {cache.clear()} files from {cache.directory()}")
     table = Table(show_header=False, box=None)
     table.add_row("kullback", kullback.__version__)
+    table.add_row("system", platform.platform())
     table.add_row("python", platform.python_version())
     table.add_row("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'not built in'})")
     for index in range(torch.cuda.device_count()):
@@ -94,7 +116,7 @@ def info(
             reason = "no CUDA device"
         told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"
         if name == "c" and reason is None:
-            told += f", compiled by {' '.join(compiler())}"
+            told += f", compiled by {compiler()[0]}"
         table.add_row(f"backend {name}", told)
     kernels = [entry for entry in cache.entries() if entry.path.suffix in (".so", ".cubin")]
     size = sum(entry.size for entry in kernels) / 2**20
@@ -104,12 +126,16 @@ def info(
 
 @app.command()
 def check() -> None:
-    """Check every backend on this machine against float64: the truth table and a random grid.
+    """Check every backend on this machine against float64: the truth table and a random grid. Takes up to a minute.
 
     Exit status 1 if anything is off.
     """
-    with _progress(check_module.steps()) as progress:
-        outcomes = list(check_module.run(progress))
+    begin = time.monotonic()
+    with _progress() as progress:
+        progress("which backends run here")
+        backends = check_module.available()
+    with _progress(check_module.steps(backends)) as progress:
+        outcomes = list(check_module.run(backends, progress))
     table = Table("backend", "what", "checks", "worst error / budget", "verdict")
     for o in outcomes:
         verdict = "[green]right[/]" if not o.failures else f"[red]{len(o.failures)} wrong[/]"
@@ -119,7 +145,10 @@ def check() -> None:
     for o in outcomes:
         for failure in o.failures:
             console.print(f"[red]{o.backend}, {o.group}:[/] {failure}")
-    if any(o.failures for o in outcomes):
+    wrong = sum(len(o.failures) for o in outcomes)
+    told = f"{sum(o.checks for o in outcomes)} checks in {time.monotonic() - begin:.0f} s"
+    console.print(f"{told}: " + (f"[red]{wrong} wrong[/]" if wrong else "[green]all right[/]"), highlight=False)
+    if wrong:
         raise typer.Exit(1)
 
 
@@ -180,7 +209,10 @@ def bench(
     if bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device) < 1:
         raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("it needs matplotlib: pip install 'kullback[plot]'", param_hint="--plot")
+        raise typer.BadParameter(
+            "it needs matplotlib: pip install 'kullback[plot]', or in a clone pip install '.[plot]'",
+            param_hint="--plot",
+        )
     if plot is not None and students:
         raise typer.BadParameter("it draws one case: random rows", param_hint="--plot")
     repeats = repeats or (20 if device == "cuda" else 3)
@@ -188,6 +220,7 @@ def bench(
     results = []
     for origin, name in cases:
         torch._dynamo.reset()
+        begin = time.monotonic()
         with _progress(12 if form == "logits" else 10) as progress:
             result = bench_module.bench(
                 *(rows, vocab, dtype, form, kind, device, repeats, progress),
@@ -196,11 +229,14 @@ def bench(
                 student=name,
             )
         results.append(result)
-        _show(result)
+        _show(result, time.monotonic() - begin)
         if json_path is not None:
             json_path.write_text(json.dumps(results if students else result, indent=2) + "\n")
+    if json_path is not None:
+        _wrote(json_path)
     if plot is not None:
         bench_module.plot(results[0], plot)
+        _wrote(plot)
     worst = max(result["worst_row_error"] for result in results)
     if worst > ROW_BUDGET[dtype]:
         console.print(f"[red]a row is off by {worst:.1e}[/]")
@@ -256,8 +292,8 @@ def _parse_shape(shape: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _show(result: dict[str, Any]) -> None:
-    case, origin = result["case"], result["provenance"]
+def _show(result: dict[str, Any], took: float) -> None:
+    case, origin, entries = result["case"], result["provenance"], result["results"]
     whose = f"{case['student']} of {case['source']} rows, " if "student" in case else ""
     console.print(
         f"{case['kind']} from {case['form']}, {whose}{case['rows']} x {case['vocab']} {case['dtype']}, "
@@ -266,31 +302,40 @@ def _show(result: dict[str, Any]) -> None:
     )
     if case["rows"] < result["rows_asked"]:
         console.print(f"[yellow]{result['rows_asked']} rows asked for; memory is short[/]")
-    table = Table("", "task", "ms", "of the ceiling", "kullback is", "error", "peak MiB")
-    ours = {e["task"]: e["seconds"] for e in result["results"] if e["name"] == "kullback"}
-    for e in result["results"]:
-        name = e["name"] + (f" ({e['ran_on']})" if "ran_on" in e else "")
-        if "failed" in e:
-            table.add_row(name, e["task"], "failed", "", "", e["failed"], "")
-            continue
-        times = e["seconds"] / ours[e["task"]]
-        peak = "" if e["peak_bytes"] is None else f"{e['peak_bytes'] / 2**20:.0f}"
-        table.add_row(
-            name,
-            e["task"],
-            f"{e['seconds'] * 1e3:.4g}",
-            f"{e['of_ceiling']:.2f}",
-            "" if e["name"] == "kullback" else f"{times:.2f} x as fast",
-            f"{e['error']:.0e}",
-            peak,
-        )
+    measures_memory = any(e.get("peak_bytes") is not None for e in entries)
+    table = Table("", box=None, pad_edge=False)
+    for title in ("ms", "of ceiling", "kullback = 1", "error", *(["peak MiB"] if measures_memory else [])):
+        table.add_column(title, justify="right")
+    ours = {e["task"]: e["seconds"] for e in entries if e["name"] == "kullback"}
+    for task in ours:
+        table.add_row(f"[bold]{task}[/]")
+        for e in entries:
+            if e["task"] == task:
+                table.add_row(*_row(e, ours[task]))
     console.print(table)
+    for e in entries:
+        if "failed" in e:
+            console.print(f"{e['name']}, {e['task']}: {e['failed']}", style="yellow", markup=False, highlight=False)
+    # From logits most of the work is measured against a copy: `bench.TASKS` has the passes of each task.
+    unit, what, rest = (
+        ("copy", "copying an input", ", a row and then its gradient 2.5 times")
+        if case["form"] == "logits"
+        else ("read", "reading both inputs", "")
+    )
     console.print(
-        f"ceiling: reading both inputs takes {result['read_seconds'] * 1e3:.4g} ms "
-        f"({result['read_terabytes_a_second']:.3g} TB/s); with a gradient, half as long again. "
-        f"Worst row against float64: {result['worst_row_error']:.0e}.",
+        f"Ceiling: {what} takes {bench_module.milliseconds(result[f'{unit}_seconds'])} ms "
+        f"({result[f'{unit}_terabytes_a_second']:.3g} TB/s), forward as long, each gradient half as long again{rest}. "
+        f"Worst row against float64: {result['worst_row_error']:.0e}. Measured in {took:.0f} s.",
         highlight=False,
     )
+
+
+def _row(e: dict[str, Any], ours: float) -> list[str]:
+    name = "  " + e["name"] + (f" ({e['ran_on']})" if "ran_on" in e else "")
+    if "failed" in e:
+        return [name, "failed"]
+    cells = [name, bench_module.milliseconds(e["seconds"]), f"{e['of_ceiling']:.0%}", f"{e['seconds'] / ours:.2f}"]
+    return [*cells, f"{e['error']:.0e}", *([] if e["peak_bytes"] is None else [f"{e['peak_bytes'] / 2**20:.0f}"])]
 
 
 @app.command()
@@ -318,3 +363,4 @@ def export_kernelbench(
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
+        _wrote(output)

@@ -69,21 +69,23 @@ struct GradientVectors {
     }
 };
 
+/* Returns this thread's part of the sum of terms, of modes whose gradients are found with them. */
 template <int MODE>
-INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
-                            const Sums &sums, float predicted, GradOut grad_out)
+INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
+                                const Sums &sums, float predicted, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<MODE>(a, stats, sums);
+    TermSums term;
     const auto one = [&](float x, float y, int i, const Row &row) {
         DX input;
         DY target;
-        differentiate<MODE>(a, x, y, row, grad_out, input, target);
+        term.heavy += differentiate<MODE>(a, x, y, row, grad_out, input, target);
         write_element(slice, input, target, i);
     };
     if (MODE == SAFE) {
         each_element<true>(slice, pipeline, group, [&](float x, float y, int i) { one(x, y, i, row); });
-        return;
+        return term;
     }
     const GradientVectors vectors(slice);
     each_vector<false, true, MODE == FAST>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
@@ -100,7 +102,7 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
         } else
 #endif
             each_of<MODE>([&](int k) {
-                differentiate<MODE>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+                term.light += differentiate<MODE>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
             }, x, y, input, target);
         vectors.write(input, target, before);
     });
@@ -108,6 +110,7 @@ INLINE void write_gradients(const Slice &slice, Pipeline &pipeline, const RowGro
         const Row at_edge = CACHES_SLOPES ? row_constants<MODE>(a, opaque(stats), sums) : row;
         each_edge(slice, group, [&](int i) { one(to_real(slice.x()[i]), to_real(slice.y()[i]), i, at_edge); });
     }
+    return term;
 }
 
 #if SUMS_FROM_MOMENTS

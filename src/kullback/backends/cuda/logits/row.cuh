@@ -20,7 +20,7 @@ struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
-    bool is_near = false; /* whether sums are those of moments, and the term is to be found yet */
+    bool lacks_term = false; /* whether sums are what statistics foresee, for gradients, and the term is to be summed yet */
     float predicted = 0; /* slope, less which slopes are cached */
 };
 
@@ -50,17 +50,15 @@ template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline,
     return all_reduced(slice.a, pipeline, group, thread_sums<MODE>(slice, pipeline, group, stats));
 }
 
-INLINE void write_stable_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
-                                   const Sums &sums, GradOut grad_out)
+INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
+                                       const Sums &sums, GradOut grad_out)
 {
 #if HAS_SERIES
     const Series series(slice.a, opaque(stats));
-    if (series.serves(slice, pipeline, group)) {
-        write_gradients_by_series(slice, pipeline, group, series, stats, sums, grad_out);
-        return;
-    }
+    if (series.serves(slice, pipeline, group))
+        return write_gradients_by_series(slice, pipeline, group, series, stats, sums, grad_out);
 #endif
-    write_gradients<STABLE>(slice, pipeline, group, stats, sums, 0, grad_out);
+    return write_gradients<STABLE>(slice, pipeline, group, stats, sums, 0, grad_out);
 }
 
 #if HAS_NORMALISERS
@@ -140,13 +138,53 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 }
 #endif
 
+/* Σ √(p·q)·r² of rows whose gradients are written by foreseen sums. These are off by up to 1e-6, which 16 bits show where
+   squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens; without moments, powers from the
+   4th on would show. */
+#define MIN_SQUARES 1e-4f
+#define MAX_SQUARES (HAS_TILTED_LSE ? 1.5e-2f : SUMS_FROM_MOMENTS ? 6e-3f : 4e-3f)
+
+/* Whether the row's sides are the same */
+INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
+{
+    const Arguments &a = slice.a;
+    bool differs = false;
+    const auto see = [&](float x, float y) { differs |= input_of(a, x) != target_of(a, y); };
+    each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            see(at(x, k), at(y, k));
+    });
+    each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i]), to_real(slice.y()[i])); });
+    return warp_all(all_reduced(a, pipeline, group, SlopeSums { differs ? 1.0f : 0.0f }).p == 0);
+}
+
+#if HAS_SERIES
+/* Whether sums that statistics foresee are good for the gradients of a row that is close: they are foreseen well enough, and
+   few tokens of a sample are far, which could have all of them while the others' slopes are as small as the error. Without
+   moments far tokens also have the powers that are not foreseen. */
+INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums)
+{
+    const Arguments &a = slice.a;
+    const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
+    if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
+        const float others = Series(a, opaque(stats)).others(slice, pipeline, group);
+        const float most = (float)(group.cluster * THREADS_PER_ROW * WIDTH) / (SUMS_FROM_MOMENTS ? 64 : 4096);
+        return warp_all(all_reduced(a, pipeline, group, SlopeSums { others }).p <= most);
+    }
+    /* A Chernoff coefficient is rounded to 1 of other rows too. */
+    return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
+        && (!HAS_CHERNOFF || is_equal(slice, pipeline, group));
+}
+#endif
+
 #if SUMS_FROM_MOMENTS
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
     const RowStats &stats = found.stats;
     const float x_inverse = 1 / stats.x_sum_exp, y_inverse = 1 / stats.y_sum_exp;
-    const float shift = log2f(stats.x_sum_exp * y_inverse);
+    const float shift = log2f(stats.x_sum_exp / stats.y_sum_exp); /* 0 where they are equal */
     /* 1 - Σ p^a q^(1-a) is to keep its digits */
     const float norm = a.exponent == 0.5f ? sqrtf(stats.x_sum_exp / stats.y_sum_exp) : ex2(a.exponent * shift);
     const float *moments = stats.moments;
@@ -156,9 +194,13 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     if (is_well_conditioned(found.sums))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
+#if HAS_SERIES
+    else if (SUMS_WHILE_WRITING && has_one_temperature(a) && foresees(slice, pipeline, group, stats, found.sums))
+        found.mode = STABLE;
+#endif
     else if (REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM)) {
         found.mode = FAST;
-        found.is_near = true;
+        found.lacks_term = true;
     }
 #if HAS_TILTED_LSE
     const float lse = logf(moments[CHERNOFF] / stats.x_sum_exp * norm);
@@ -173,6 +215,24 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
 }
 #elif HAS_FAST_SUM
+#if HAS_Q_SQUARED
+/* Sums of a row that is close: Σ √(p·q)·r^k, for k = 1 to 3, follow from r's mean and mean square under q, and from q - p
+   summing to 0. False where other powers may be more than nothing. */
+INLINE bool foresee_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, Ratios ratios, Found &found)
+{
+    const Arguments &a = slice.a;
+    const float reverse_kl = -LN2 * ratios.mean;
+    if (warp_all(2 * reverse_kl > MAX_SQUARES))
+        return false;
+    const float square = LN2 * LN2 * fmaf(ratios.mean, ratios.mean, ratios.variance);
+    const float third = 3 * (2 * reverse_kl - square), second = 2 * reverse_kl + third / 6, first = -third / 24;
+    const float term = term_factor(a, 2) * second + term_factor(a, 3) * third;
+    const float difference = difference_factor(a, 1) * first + difference_factor(a, 2) * second + difference_factor(a, 3) * third;
+    found.sums = { term, 0.5f * (term - difference), 0.5f * (term + difference) };
+    return warp_all(fabsf(third) <= 0.25f * reverse_kl) && foresees(slice, pipeline, group, found.stats, found.sums);
+}
+#endif
+
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
@@ -180,6 +240,12 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
     const bool is_foreseen = FORESEES_CLOSE && term_factor(a, 2) != 0;
     const float most = -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean;
+#if HAS_Q_SQUARED
+    if (SUMS_WHILE_WRITING && has_one_temperature(a) && is_foreseen && foresee_sums(slice, pipeline, group, ratios, found)) {
+        found.mode = STABLE;
+        return;
+    }
+#endif
     /* Of a row that is near the sum is nearly that much less. */
     if (!has_one_temperature(a) || (is_foreseen && most < (REFINES_HEAVY ? REVERSE_KL_FACTOR * MIN_NEAR_SUM : MIN_FAST_SUM)))
         return;
@@ -276,6 +342,7 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         sum_fast(slice, pipeline, group, found);
         if (found.stats.tilted_lse == 0 && found.mode == SAFE && warp_all(is_finite(found.sums)))
             sum_stable(slice, pipeline, group, found);
+        found.lacks_term |= SUMS_WHILE_WRITING && found.mode == STABLE;
     }
 #endif
 #if HAS_TILTED_LSE
@@ -348,11 +415,17 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
 {
     const Slice slice = slice_of(a, r, cta_rank());
     Found found = sum_row(slice, pipeline, group);
-#if SUMS_FROM_MOMENTS && !KNOWN
-    if (found.is_near) {
+#if !KNOWN && (SUMS_FROM_MOMENTS || HAS_SERIES)
+    if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
         const GradOut grad_out(a, WANT_GRADIENT ? (float)(weight_of(a, r) * a.scale * d_loss) : 0);
-        const TermSums term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
+        TermSums term;
+        if (SUMS_WHILE_WRITING && found.mode == STABLE)
+            term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
+#if SUMS_FROM_MOMENTS
+        if (found.mode == FAST)
+            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
+#endif
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy);
@@ -362,7 +435,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         }
 #endif
         const TermSums whole = all_reduced(a, pipeline, group, term);
-        found.sums.term = whole.light + whole.heavy;
+        found.sums.term = found.stats.tilted_lse == 0 ? whole.light + whole.heavy : 0;
     }
 #endif
 #if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE
@@ -384,13 +457,13 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
-    if (found.is_near)
+    if (found.lacks_term)
         return; /* what was to be written is, and the row is released */
     if (WANT_GRADIENT) {
         const GradOut grad_out(a, (float)(weight * a.scale * done.derivative));
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);
-        else if (found.mode == STABLE)
+        else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
             write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);

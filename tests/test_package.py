@@ -1,0 +1,115 @@
+"""What is published: one version, an sdist that is the repository, a wheel that has all that runs, and what CI runs."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kullback
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# Neither this checkout's package nor what a test's environment adds may stand in for what was installed.
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tracked(folder="."):
+    return set(run("git", "ls-files", folder, cwd=ROOT).splitlines())
+
+
+def test_one_version():
+    assert "version" in PROJECT["dynamic"]
+    assert re.findall(r"^version: (.*)$", read("CITATION.cff"), re.M) == [kullback.__version__]
+    assert f"\n## [{kullback.__version__}] - " in read("CHANGELOG.md")
+
+
+def test_ci_runs_what_the_package_promises():
+    pairs = re.findall(r'python: "(.*)", torch: "(.*)"', read(".github/workflows/ci.yml"))
+    promised = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    lowest = PROJECT["requires-python"].removeprefix(">=")
+    torch = next(d.removeprefix("torch>=") for d in PROJECT["dependencies"] if d.startswith("torch>="))
+    assert (lowest, torch) in pairs
+    assert [python for python, torch in pairs if torch == "2"] == promised
+    assert promised[0] == lowest
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.mark.full
+def test_the_sdist_is_the_repository(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert f"kullback-{kullback.__version__}.tar.gz" == built[0].name
+    assert tracked() <= names
+
+
+@pytest.mark.full
+def test_the_wheel_is_the_package(built):
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == {name.removeprefix("src/") for name in tracked("src")}
+    assert "kullback/py.typed" in package
+    assert {Path(name).suffix for name in package} == {".py", ".typed", ".c", ".h", ".cuh"}
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.full
+def test_indexes_take_them(built):
+    run(sys.executable, "-m", "twine", "check", "--strict", *built)
+    run(sys.executable, "-m", "check_wheel_contents", built[1])
+
+
+@pytest.mark.full
+def test_it_runs_where_nothing_else_is_installed(built, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "venv", env=CLEAN)
+    python = tmp_path / "venv/bin/python"
+    # Pinned, because the newest PyTorch would bring its own CUDA.
+    run(python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", f"{built[1]}[cli]", env=CLEAN)
+    outside = {"cwd": tmp_path, "env": {**CLEAN, "XDG_CACHE_HOME": str(tmp_path / "cache")}}
+    code = (
+        "import kullback, torch\n"
+        "p = torch.tensor([[0.25, 0.75]])\n"
+        "with kullback.backend('c'): print(kullback.divergence(p, p.flip(-1), form='probs').item())"
+    )
+    assert float(run(python, "-W", "error", "-c", code, **outside)) == pytest.approx(0.5493061, rel=1e-6)
+    assert run(tmp_path / "venv/bin/kullback", "--version", **outside) == f"kullback {kullback.__version__}\n"
+    assert "INLINE Element" in run(python, "-m", "kullback", "show", "kl", **outside)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [
+        ("citation-file-format", "CITATION.cff"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
+        ("github-workflows", ".github/workflows/ci.yml"),
+        ("github-workflows", ".github/workflows/release.yml"),
+    ],
+)
+def test_forms_keep_their_schemas(schema, name):
+    run(
+        *(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"),
+        *("--default-filetype", "yaml", ROOT / name),
+    )

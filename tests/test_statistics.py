@@ -1,0 +1,146 @@
+"""Many figures of each row, each against its definition in float64."""
+
+import math
+
+import pytest
+import torch
+
+import kullback
+from kullback.backends import pytorch
+from tests import oracle, samples
+from tests.samples import masked, sample
+from tests.tolerances import relative_error
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
+
+
+def definitions(x, y, labels=None, form="logits"):
+    q, p = (oracle.masses(t, form) for t in (x, y))
+    q, p = (t / t.sum(-1, keepdim=True) for t in (q, p))
+    found = {
+        "kl": oracle.rows("kl", p, q),
+        "reverse_kl": oracle.rows("reverse_kl", p, q),
+        "jensen_shannon": oracle.rows("jensen_shannon", p, q, beta=0.5),
+        "total_variation": oracle.rows("total_variation", p, q),
+        "entropy": -torch.xlogy(q, q).sum(-1),
+        "target_entropy": -torch.xlogy(p, p).sum(-1),
+        "cross_entropy": -torch.xlogy(p, q).sum(-1),
+        "top_token": q.argmax(-1),
+        "target_top_token": p.argmax(-1),
+        "agreement": q.argmax(-1) == p.argmax(-1),
+        "target_top_probability": p.amax(-1),
+    }
+    if labels is not None:
+        for side, masses in (("", q), ("target_", p)):
+            own = masses.gather(-1, labels.clamp(min=0).unsqueeze(-1))
+            found[f"{side}label_log_prob"] = torch.where(labels < 0, math.nan, own.log().squeeze(-1))
+            found[f"{side}label_rank"] = torch.where(labels < 0, -1, (masses > own).sum(-1))
+    return found
+
+
+def check(found, expected, tight=3e-6):
+    for name, truth in expected.items():
+        ours = getattr(found, name).cpu()
+        if truth.is_floating_point():
+            torch.testing.assert_close(ours.double(), truth, rtol=tight, atol=1e-12, equal_nan=True, msg=name)
+        else:
+            assert torch.equal(ours, truth), name
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_each_figure_is_its_definition(dtype, device):
+    rows = samples.batch(
+        torch.Generator().manual_seed(4),
+        1003,
+        dtype,
+        far=samples.far(2.0),
+        apart=samples.apart(0.3),
+        close=samples.apart(0.02),
+        both=masked(samples.apart(0.5), both=samples.EVERY_7TH),
+        equal=samples.equal,
+    )
+    labels = torch.tensor([3, 500, -100, 7, 1002])
+    found = kullback.row_statistics(*(t.to(device) for t in (rows.x, rows.y, labels)))
+    on_device = device != "cpu" and dtype != torch.float64  # where a kl of d is 1e-7/√d of itself off
+    check(found, definitions(rows.x, rows.y, labels), 3e-5 if on_device else 3e-6)
+    assert found.kl.dtype == torch.promote_types(dtype, torch.float32)
+    assert found.kl[4] == found.reverse_kl[4] == found.jensen_shannon[4] == found.total_variation[4] == 0
+    lse = rows.x.double().logsumexp(-1)
+    assert relative_error(found.lse, lse) < 1e-6
+
+
+@pytest.mark.parametrize("form", oracle.FORMS)
+def test_forms_shapes_and_what_is_not_given(form, generator):
+    x, y = (sample(form, (2, 3, 77), generator, torch.float64) for _ in range(2))
+    found = kullback.row_statistics(x, y, form=form)
+    check(found, definitions(x, y, form=form), 1e-9)
+    assert found.kl.shape == (2, 3)
+    assert found.label_rank is None
+    alone = kullback.row_statistics(x, form=form)
+    assert torch.equal(alone.entropy, found.entropy)
+    assert alone.kl is alone.target_entropy is alone.agreement is None
+    empty = kullback.row_statistics(x[:0], y[:0], form=form)
+    assert empty.kl.shape == (0, 3)
+
+
+def test_options_are_those_of_the_divergence(generator):
+    x, y = (sample("logits", (4, 90), generator) for _ in range(2))
+    options = {"temperature": 2.0, "target_temperature": 0.5, "softcap": 3.0, "logit_scale": 0.7, "valid_vocab": 80}
+    labels = torch.tensor([1, 2, 3, 79])
+    found = kullback.row_statistics(x, y, labels, **options)
+    for kind in ("kl", "reverse_kl", "jensen_shannon", "total_variation"):
+        expected = kullback.divergence(x.double(), y.double(), kind, reduction="none", **options)
+        assert relative_error(getattr(found, kind), expected) < 3e-6
+    logits = 3.0 * torch.tanh(0.7 * x[:, :80].double() / 3.0) / 2.0
+    own = logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    assert relative_error(found.label_log_prob, own) < 1e-6
+
+
+def test_chunks_give_the_rows(generator, monkeypatch):
+    x, y = (sample("logits", (9, 50), generator) for _ in range(2))
+    labels = torch.arange(9)
+    whole = kullback.row_statistics(x, y, labels)
+    monkeypatch.setattr(pytorch, "CPU_CHUNK", 100)
+    for one, other in zip(whole, kullback.row_statistics(x, y, labels), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states(dtype, device, generator):
+    """Logits of 16-bit operands are float32: a student within 1 % of its teacher is told from it."""
+    hidden, head = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((5, 32), (300, 32)))
+    student = (hidden.float() + 0.01 * torch.randn(5, 32, generator=generator)).to(dtype)
+    labels, bias = torch.tensor([0, 1, 2, -100, 299]), torch.randn(300, generator=generator).to(dtype)
+    on = lambda *tensors: (t.to(device) for t in tensors)
+    student, hidden, head, labels, bias = on(student, hidden, head, labels, bias)
+    found = kullback.linear_row_statistics(student, head, hidden, head, labels, bias=bias, target_bias=bias)
+    exact = [t.double().cpu() @ head.double().cpu().t() + bias.double().cpu() for t in (student, hidden)]
+    check(found, definitions(*exact, labels.cpu()), 1e-3)
+    alone = kullback.linear_row_statistics(student, head, bias=bias)
+    assert torch.equal(alone.entropy, found.entropy)
+
+
+def test_errors(generator):
+    x = torch.randn(3, 5)
+    for labels, error, words in (
+        (torch.zeros(3), TypeError, "labels must be of an integer dtype; got torch.float32"),
+        (torch.zeros(2).long(), ValueError, r"labels must have the rows' shape \[3\]; got \[2\]"),
+        (torch.tensor([0, 5, 1]), ValueError, "labels must lie from 0 to 4, or be -100; got 5"),
+        ([0, 1, 2], TypeError, "labels must be a tensor; got list"),
+    ):
+        with pytest.raises(error, match=words):
+            kullback.row_statistics(x, x, labels)
+    with pytest.raises(ValueError, match="same shape"):
+        kullback.row_statistics(x, x[:, :4])
+    with pytest.raises(ValueError, match="target and target_weight go together"):
+        kullback.linear_row_statistics(x, x, x)
+    with pytest.raises(ValueError, match="must have the same rows"):
+        kullback.linear_row_statistics(x, x, x[:2], x)
+
+
+def test_nothing_is_differentiated():
+    x = torch.randn(3, 5, requires_grad=True)
+    assert all(number is None or not number.requires_grad for number in kullback.row_statistics(x, x))
