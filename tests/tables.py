@@ -111,6 +111,53 @@ def real_rows_on_a_cpu():
     return "\n".join(lines)
 
 
+TASKS = ("forward", "forward + gradient", "forward + both gradients", "each row, then its gradient")
+
+
+def literal():
+    """Milliseconds of probabilities and log-probabilities on an H200, the ceiling's share in those of a forward."""
+    lines = ["| | kullback | of the ceiling | torch.compile | eager |", "|---|" + "---|" * 4]
+    for result in json.loads((ROOT / "benchmarks/results/h200/cases.json").read_text(encoding="utf-8")):
+        case, found = result["case"], {(e["name"], e["task"]): e for e in result["results"]}
+        for task in TASKS[:2]:
+            ours, *rivals = (found[name, task]["seconds"] * 1e3 for name in ("kullback", "torch.compile", "eager"))
+            share = f"{found['kullback', task]['of_ceiling']:.3f}" if task == "forward" else ""
+            others = " | ".join(f"{time:.3f}" for time in rivals)
+            lines.append(
+                f"| {case['kind']}, {case['form']}, {case['dtype']}, {task} | {ours:.3f} | {share} | {others} |"
+            )
+    return "\n".join(lines)
+
+
+def logits(noise):
+    """Milliseconds of logits on an H200, and the share in them of the bytes that must move."""
+    results = json.loads((ROOT / "benchmarks/results/h200/logits.json").read_text(encoding="utf-8"))
+    rows = {}
+    for result in sorted(results, key=lambda result: list(DIVERGENCES).index(result["case"]["kind"])):
+        case = result["case"]
+        if case["noise"] == noise:
+            ours = {e["task"]: e for e in result["results"] if e["name"] == "kullback"}
+            dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
+            cells = [f"{ours[task]['seconds'] * 1e3:.2f} ({ours[task]['of_ceiling']:.2f})" for task in TASKS]
+            rows[f"{case['kind']}, {case['rows']} × {case['vocab']}{dtype}"] = " | ".join(cells)
+    lines = ["| | " + " | ".join(TASKS) + " |", "|---|" + "---|" * len(TASKS)]
+    return "\n".join([*lines, *(f"| {row} | {cells} |" for row, cells in rows.items())])
+
+
+def rivals_on_random_rows():
+    """Milliseconds of far rows of logits on an H200, of all that were run there."""
+    names = ["kullback", "torch.compile", "liger", "eager"]
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for result in json.loads((ROOT / "benchmarks/results/h200/logits.json").read_text(encoding="utf-8")):
+        case, found = result["case"], {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+        if case["noise"] != 1.0 or ("liger", "forward") not in found:
+            continue
+        for task in TASKS[:2]:
+            cells = " | ".join(f"{found[name, task]:.2f}" for name in names)
+            lines.append(f"| {case['kind']}, {case['rows']} × {case['vocab']}, {task} | {cells} |")
+    return "\n".join(lines)
+
+
 def linear(machine):
     """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
     report = json.loads((ROOT / f"benchmarks/results/{machine}/linear.json").read_text(encoding="utf-8"))
@@ -180,9 +227,25 @@ LINEAR, LINEAR_CPU = (
 RANKS = between("<!-- ranks: written by `make tables` -->", "<!-- end of ranks -->", ranks)
 
 
+LITERAL = between("<!-- literal: written by `make tables` -->", "<!-- end of literal -->", literal)
+FAR, CLOSE = (
+    between(
+        f"<!-- logits, {rows}: written by `make tables` -->",
+        f"<!-- end of logits, {rows} -->",
+        functools.partial(logits, noise),
+    )
+    for rows, noise in (("far", 1.0), ("close", 0.03))
+)
+RANDOM_RIVALS = between(
+    "<!-- rivals, random rows: written by `make tables` -->",
+    "<!-- end of rivals, random rows -->",
+    rivals_on_random_rows,
+)
+
+
 def performance(text):
     counts = []
-    for table in (REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU, RANKS):
+    for table in (LITERAL, FAR, CLOSE, RANDOM_RIVALS, REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU, RANKS):
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)
