@@ -57,12 +57,13 @@ def test_logits(kind, dtype, vocab, another_device):
     )
     x = rows.x.double().requires_grad_()
     truth = oracle.divergence(x, rows.y.double(), kind, **kinds.parameters(kind))
-    expected = torch.autograd.grad(truth[:4].sum(), x)[0]
+    upstream = 4096.0 if dtype == torch.float16 else 1.0  # as a loss scaler's, or gradients of close rows underflow
+    expected = torch.autograd.grad(truth[:4].sum(), x)[0] * upstream
     for reduction in ("none", "sum"):
         ours = rows.x.cuda().requires_grad_()
         loss = kullback.divergence(ours, rows.y.cuda(), kind, reduction=reduction, **kinds.parameters(kind))
         assert kullback.backend_info().name == "cuda"
-        found = torch.autograd.grad(loss.sum(), ours)[0]
+        found = torch.autograd.grad(loss.sum() * upstream, ours)[0]
         if reduction == "none":
             for row in range(4):
                 assert relative_error(loss[row], truth[row]) < 3 * LOSS, rows.names[row]

@@ -116,9 +116,7 @@ class Piece:
     def _way(self) -> Way:
         """What is tried first. On a device no sum can be looked at, for that would wait for it."""
         x, y = self.values.values()
-        if (
-            compute_dtype(x, y) == torch.float64 or x.numel() == 0
-        ):  # of literal rows the exact log_quotient takes twice as long
+        if compute_dtype(x, y) == torch.float64 or x.numel() == 0:  # exact, though literal rows take twice as long
             return Way.EXACT
         is_on_cpu = x.device.type == "cpu"
         if self.problem.is_normalised:

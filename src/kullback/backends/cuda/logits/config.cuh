@@ -38,8 +38,9 @@
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 
-/* Whether gradients of a row that is close are written by sums that its statistics foresee, in the sweep that sums its terms */
-#define SUMS_WHILE_WRITING (HAS_SERIES && IS_COARSE && VERB == VERB_LOSS && !KNOWN && (WANT_INPUT || WANT_TARGET))
+/* Whether gradients of a row that is close are written by its moments, in the sweep that sums its terms */
+#define SUMS_WHILE_WRITING \
+    (HAS_SERIES && SUMS_FROM_MOMENTS && IS_COARSE && VERB == VERB_LOSS && !KNOWN && (WANT_INPUT || WANT_TARGET))
 
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)

@@ -20,7 +20,7 @@ struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
-    bool lacks_term = false; /* whether sums are what statistics foresee, for gradients, and the term is to be summed yet */
+    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet */
     float predicted = 0; /* slope, less which slopes are cached */
 };
 
@@ -138,11 +138,11 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 }
 #endif
 
-/* Σ √(p·q)·r² of rows whose gradients are written by foreseen sums. These are off by up to 1e-6, which 16 bits show where
-   squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens; without moments, powers from the
-   4th on would show. */
+#if SUMS_FROM_MOMENTS && HAS_SERIES
+/* Σ √(p·q)·r² of rows whose gradients are written by their moments. These are off by up to 1e-6, which 16 bits show where
+   squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens. */
 #define MIN_SQUARES 1e-4f
-#define MAX_SQUARES (HAS_TILTED_LSE ? 1.5e-2f : SUMS_FROM_MOMENTS ? 6e-3f : 4e-3f)
+#define MAX_SQUARES (HAS_TILTED_LSE ? 1.5e-2f : 6e-3f)
 
 /* Whether the row's sides are the same */
 INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
@@ -159,17 +159,15 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     return warp_all(all_reduced(a, pipeline, group, SlopeSums { differs ? 1.0f : 0.0f }).p == 0);
 }
 
-#if HAS_SERIES
-/* Whether sums that statistics foresee are good for the gradients of a row that is close: they are foreseen well enough, and
-   few tokens of a sample are far, which could have all of them while the others' slopes are as small as the error. Without
-   moments far tokens also have the powers that are not foreseen. */
+/* Whether a row's moments are good for the gradients, where it is close: they are exact enough, and few tokens of a sample are
+   far, which could have all of them while the others' slopes are as small as the error. */
 INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums)
 {
     const Arguments &a = slice.a;
     const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
         const float others = Series(a, opaque(stats)).others(slice, pipeline, group);
-        const float most = (float)(group.cluster * THREADS_PER_ROW * WIDTH) / (SUMS_FROM_MOMENTS ? 64 : 4096);
+        const float most = (float)(group.cluster * THREADS_PER_ROW * WIDTH) / 64;
         return warp_all(all_reduced(a, pipeline, group, SlopeSums { others }).p <= most);
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
@@ -215,24 +213,6 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
 }
 #elif HAS_FAST_SUM
-#if HAS_Q_SQUARED
-/* Sums of a row that is close: Σ √(p·q)·r^k, for k = 1 to 3, follow from r's mean and mean square under q, and from q - p
-   summing to 0. False where other powers may be more than nothing. */
-INLINE bool foresee_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, Ratios ratios, Found &found)
-{
-    const Arguments &a = slice.a;
-    const float reverse_kl = -LN2 * ratios.mean;
-    if (warp_all(2 * reverse_kl > MAX_SQUARES))
-        return false;
-    const float square = LN2 * LN2 * fmaf(ratios.mean, ratios.mean, ratios.variance);
-    const float third = 3 * (2 * reverse_kl - square), second = 2 * reverse_kl + third / 6, first = -third / 24;
-    const float term = term_factor(a, 2) * second + term_factor(a, 3) * third;
-    const float difference = difference_factor(a, 1) * first + difference_factor(a, 2) * second + difference_factor(a, 3) * third;
-    found.sums = { term, 0.5f * (term - difference), 0.5f * (term + difference) };
-    return warp_all(fabsf(third) <= 0.25f * reverse_kl) && foresees(slice, pipeline, group, found.stats, found.sums);
-}
-#endif
-
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
@@ -240,12 +220,6 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
     const bool is_foreseen = FORESEES_CLOSE && term_factor(a, 2) != 0;
     const float most = -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean;
-#if HAS_Q_SQUARED
-    if (SUMS_WHILE_WRITING && has_one_temperature(a) && is_foreseen && foresee_sums(slice, pipeline, group, ratios, found)) {
-        found.mode = STABLE;
-        return;
-    }
-#endif
     /* Of a row that is near the sum is nearly that much less. */
     if (!has_one_temperature(a) || (is_foreseen && most < (REFINES_HEAVY ? REVERSE_KL_FACTOR * MIN_NEAR_SUM : MIN_FAST_SUM)))
         return;
@@ -415,17 +389,15 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
 {
     const Slice slice = slice_of(a, r, cta_rank());
     Found found = sum_row(slice, pipeline, group);
-#if !KNOWN && (SUMS_FROM_MOMENTS || HAS_SERIES)
+#if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
         const GradOut grad_out(a, WANT_GRADIENT ? (float)(weight_of(a, r) * a.scale * d_loss) : 0);
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
             term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
-#if SUMS_FROM_MOMENTS
         if (found.mode == FAST)
             term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
-#endif
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy);
