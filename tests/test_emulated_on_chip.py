@@ -178,7 +178,7 @@ def test_mean_slopes_of_close_rows(backend, generator, kind, is_on_chip):
 )
 def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dtype, blocks):
     """Blocks of one cluster tell each other their sums; it takes more rows than are on chip at once."""
-    assert plan.logits(vocab, dtype, dtype, False, False, True).cluster == blocks
+    assert plan.logits(vocab, dtype, dtype, False, False, plan.SHARED).cluster == blocks
     monkeypatch.setattr(emulation.Launcher, "blocks", 1)
     rows = samples.batch(
         generator,

@@ -314,8 +314,11 @@ def test_masks_that_overflow_when_scaled(kind, dtype, options, backend, device, 
             results.append((loss, *torch.autograd.grad(loss, leaves)))
         for index, (mine, expected) in enumerate(zip(*results, strict=True)):
             of_kept = mine[:, kept.to(device)] if index else mine
-            # The same rows summed in another order: chi2 of far ones is a sum of few large exponentials.
-            torch.testing.assert_close(of_kept, expected, rtol=2e-2 if dtype == torch.bfloat16 else 5e-5, atol=1e-7)
+            # The same rows summed in another order, as processors do it: chi2 of far ones is a sum of few large
+            # exponentials, and an element of a gradient a difference of numbers as large as its largest, or as 1.
+            largest = max(1.0, float(expected.detach().abs().max()))
+            rtol = 2e-2 if dtype == torch.bfloat16 else 5e-5
+            torch.testing.assert_close(of_kept, expected, rtol=rtol, atol=2e-7 * largest)
             if index:
                 assert (mine[:, 7] == 0).all()
 

@@ -58,8 +58,7 @@ struct RowStats {
                 add(parts[Q_LOG_RATIO], q * (FORESEES_CLOSE || ratio == ratio ? ratio : 0));
 #endif
 #if HAS_CHERNOFF
-            const float finite_x = finite_ratio(x_exponent);
-            add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent - finite_x, finite_x))); /* q where p is the same */
+            add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * finite_ratio(x_exponent))));
 #endif
         }
         x_sum_exp += x_part;
