@@ -144,3 +144,28 @@ def test_errors(generator):
 def test_nothing_is_differentiated():
     x = torch.randn(3, 5, requires_grad=True)
     assert all(number is None or not number.requires_grad for number in kullback.row_statistics(x, x))
+
+
+def test_ranks_where_masses_underflow():
+    x = torch.tensor([[0.0, -200.0, -300.0, -400.0], [math.nan, 0.0, 1.0, 2.0]])
+    assert kullback.row_statistics(x, labels=torch.tensor([3, 2])).label_rank.tolist() == [3, -1]
+
+
+def test_labels_at_a_temperature_with_an_offset(generator):
+    x = sample("logits", (5, 40), generator) + 1e4
+    labels = torch.arange(5)
+    found = kullback.row_statistics(x, labels=labels, temperature=0.7)
+    inverse = torch.tensor(1 / 0.7, dtype=torch.float32).double()  # as everywhere, of float32 logits
+    expected = (x.double() * inverse).log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    torch.testing.assert_close(found.label_log_prob.double(), expected, rtol=2e-6, atol=0)
+
+
+def test_a_shorter_vocabulary_cuts_heads_and_biases(generator):
+    hidden, head, bias = (torch.randn(*shape, generator=generator) for shape in ((2, 4), (9, 4), (9,)))
+    found = kullback.linear_row_statistics(
+        hidden, head, hidden, head[:8], bias=bias, target_bias=bias[:8], valid_vocab=7
+    )
+    logits = hidden @ head[:7].t() + bias[:7]
+    assert relative_error(found.entropy, definitions(logits, logits)["entropy"]) < 1e-6
+    with pytest.raises(ValueError, match=r"must have tokens; got the shape \[3, 0\]"):
+        kullback.row_statistics(torch.zeros(3, 0))

@@ -643,3 +643,33 @@ def test_logits_given_as_log_probabilities_are_noticed(generator):
     kullback.topk_divergence(student, values, torch.full_like(ids, -1))
     kullback.topk_divergence(student, values, ids, row_weight=torch.zeros(4))
     kullback.topk_divergence(student, values, ids, target_form="logits", tail="renormalize")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_support_of_rows_that_do_not_count(backend, device, generator, bad):
+    """Their garbage reaches no gradient; a row without ids is a sum over nothing, in every form."""
+    x = sample("logits", (3, 8), generator)
+    x[1] = bad
+    log_p, ids = teacher((3, 8), 2, generator, torch.float32)
+    weight = torch.tensor([1.0, 0.0, 2.0])
+    x, log_p, ids, weight = (t.to(device) for t in (x, log_p, ids, weight))
+    for reduction in ("sum", "none"):
+        options = {"tail": "support", "row_weight": weight, "reduction": reduction}
+        leaf = x.clone().requires_grad_()
+        kullback.topk_divergence(leaf, log_p, ids, "reverse_kl", **options).sum().backward()
+        hidden, head = x.clone().requires_grad_(), torch.eye(8, device=device).requires_grad_()
+        kullback.linear_divergence(
+            hidden, head, log_p, kind="reverse_kl", target_indices=ids, **options
+        ).sum().backward()
+        for gradient in (leaf.grad, hidden.grad):
+            assert (gradient[1] == 0).all()
+            assert gradient[[0, 2]].isfinite().all()
+        assert head.grad.isfinite().all()
+    good = x[:1]
+    for form, values in (("logits", good), ("log_probs", good.log_softmax(-1)), ("probs", good.softmax(-1))):
+        for kind in ("kl", "reverse_kl", "jensen_shannon", "total_variation"):
+            nothing = torch.full((1, 2), -1, device=device)
+            assert kullback.topk_divergence(values, log_p[:1], nothing, kind, form=form, tail="support") == 0, (
+                form,
+                kind,
+            )

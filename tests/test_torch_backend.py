@@ -162,3 +162,37 @@ def test_terms_that_are_sums_of_their_partial_derivatives():
     assert all(
         step.op != "select_near" for step in program("jensen_shannon", "logits", "logits", Way.FAST, ("term",)).steps
     )
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4, 1e5])
+def test_sides_of_two_temperatures_with_an_offset(offset, generator):
+    z = 3 * torch.randn(4, 500, generator=generator)
+    x, y = 2 * z + 0.02 * torch.randn(4, 500, generator=generator) + offset, 1.5 * z + offset
+    scales = [torch.tensor(1 / t, dtype=torch.float32).double() for t in (2.0, 1.5)]
+    leaf = x.double().requires_grad_()
+    expected = oracle.divergence(leaf * scales[0], y.double() * scales[1], "kl")
+    truth = torch.autograd.grad(expected.sum(), leaf)[0]
+    with kullback.backend("torch"):
+        a = x.clone().requires_grad_()
+        loss = kullback.divergence(a, y, temperature=2.0, target_temperature=1.5, reduction="none")
+        found = torch.autograd.grad(loss.sum(), a)[0]
+    # A product with 1/T is rounded to 6e-8 of up to 10, beside log-ratios of 0.01.
+    assert relative_error(loss, expected) < 1e-4
+    assert relative_error(found, truth) < 1e-4
+
+
+def test_no_tokens():
+    with kullback.backend("torch"):
+        assert torch.equal(kullback.divergence(torch.zeros(3, 0), torch.zeros(3, 0), reduction="none"), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "swapped"), [("reverse_kl", False), ("jeffreys", False), ("chi2", True), ("jeffreys", True)]
+)
+def test_an_infinite_loss_of_a_row_in_pieces(kind, swapped, generator, monkeypatch):
+    x, y = (torch.randn(2, 40, generator=generator) for _ in range(2))
+    y[:, 5:25] = -torch.inf
+    x, y = (y, x) if swapped else (x, y)
+    monkeypatch.setattr(kullback.backends.pytorch, "CPU_CHUNK", 8)
+    with kullback.backend("torch"):
+        assert (kullback.divergence(x, y, kind, reduction="none") == torch.inf).all()

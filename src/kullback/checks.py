@@ -299,7 +299,7 @@ def number(name: str, value: object) -> float:
 def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
-    if weight.dtype not in (*FLOATS, *INTEGERS, torch.bool):
+    if weight.dtype not in (*FLOATS, *IDS, torch.bool):
         raise TypeError(f"row_weight must be of a float, integer or bool dtype; got {weight.dtype}")
     if weight.shape != input.shape[:-1]:
         raise ValueError(f"row_weight must have the rows' shape {shape(input, -1)}; got {shape(weight)}")
@@ -312,7 +312,7 @@ def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
     """Ids of rows' tokens, or -100, as int64. Those on a device that are no tokens stop it, as in torch."""
     if not isinstance(given, Tensor):
         raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
-    if given.dtype not in INTEGERS:
+    if given.dtype not in IDS:
         raise TypeError(f"labels must be of an integer dtype; got {given.dtype}")
     if given.shape != input.shape[:-1]:
         raise ValueError(f"labels must have the rows' shape {shape(input, -1)}; got {shape(given)}")

@@ -625,6 +625,8 @@ def row_statistics(
         vocab=vocab,
     )
     tokens = vocab or input.size(-1)
+    if not tokens:
+        raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
     given = None if labels is None else checks.labels(labels, input, tokens).reshape(-1)
     x, y = (rows_of(problem.narrow(t)) for t in (input, other))
     parts = []
@@ -700,6 +702,7 @@ def linear_row_statistics(
         models.append((rows_of(other[0]), *other[1:]))
     vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
     given = None if labels is None else checks.labels(labels, input, vocab).reshape(-1)
+    heads = [(side, first(head, vocab), None if b is None else first(b, vocab)) for side, head, b in models]
     problem = checks.problem(
         {},
         "kl",
@@ -713,7 +716,7 @@ def linear_row_statistics(
     )
     parts = []
     for rows in statistics.chunks(models[0][0].size(0), vocab, hidden.device):
-        sides = [linear.project(side[rows], first(head, vocab), shift) for side, head, shift in models]
+        sides = [linear.project(side[rows], head, shift) for side, head, shift in heads]
         own = None if given is None else given[rows]
         parts.append(statistics.of_chunk(problem, sides[0], sides[-1], own, target is not None))
     return statistics.joined(parts, input.shape[:-1])

@@ -126,11 +126,12 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     def total(outer: Tensor, inner: Tensor) -> Tensor:
         return (outer + torch.where(lacks, 0.0, inner)).sum(0)
 
+    # of_p·d_log_p + of_q·d_log_q, without the cancellation between them
+    term = torch.where(each.term == math.inf, math.inf, of_p * each.term + (of_q - of_p) * each.d_log_q)
     return RowStats(
         input_lse,
         target_lse,
-        # of_p·d_log_p + of_q·d_log_q, without the cancellation between them
-        total(between.term, of_p * each.term + (of_q - of_p) * each.d_log_q),
+        total(between.term, term),
         total(between.d_log_p, of_p * each.d_log_p),
         total(between.d_log_q, of_q * each.d_log_q),
         torch.where(lacks, float(Mode.SAFE), each.mode).amax(0),

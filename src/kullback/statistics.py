@@ -49,10 +49,10 @@ def of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_
     """Of rows [rows, vocab] of logits."""
     piece = Piece(_of_kind(problem, "kl"), x, y, is_whole=True)
     stats = piece.statistics(with_moments=False)
-    q, p, values = piece.elements["q"], piece.elements["p"], piece.values
+    q, p, values, scales = piece.elements["q"], piece.elements["p"], piece.values, piece.elements.scales
     found = {"entropy": torch.special.entr(q).sum(-1), "lse": stats.input_lse, "top_token": q.argmax(-1)}
     if labels is not None:
-        found |= _of_labels("", q, values["input"], problem.input.temperature, stats.input_lse, labels)
+        found |= _of_labels("", values["input"], scales["input"], stats.input_lse, labels)
     if has_target:
         for kind in KINDS:
             found[kind] = q.new_empty(q.size(0))
@@ -64,7 +64,7 @@ def of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_
         found["agreement"] = found["top_token"] == found["target_top_token"]
         found["target_top_probability"] = p.amax(-1)
         if labels is not None:
-            found |= _of_labels("target_", p, values["target"], problem.target.temperature, stats.target_lse, labels)
+            found |= _of_labels("target_", values["target"], scales["target"], stats.target_lse, labels)
     numbers = map(found.get, RowStatistics._fields)
     return RowStatistics(*(n.to(q.dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
 
@@ -76,16 +76,15 @@ def _of_kind(problem: Problem, kind: str) -> Problem:
     return dataclasses.replace(problem, kind=kind, parameter=parameter, input=input, target=target)
 
 
-def _of_labels(
-    side: str, masses: Tensor, logits: Tensor, temperature: float, lse: Tensor, labels: Tensor
-) -> dict[str, Tensor]:
+def _of_labels(side: str, logits: Tensor, scale: float, lse: Tensor, labels: Tensor) -> dict[str, Tensor]:
     counts = labels != IGNORED
     column = torch.where(counts, labels, 0).unsqueeze(-1)
-    logit = logits.gather(-1, column).squeeze(-1).to(lse.dtype)
-    rank = (masses > masses.gather(-1, column)).sum(-1)
+    own = logits.gather(-1, column)
+    rank = (logits > own).sum(-1)  # by logits: masses underflow
+    own = own.squeeze(-1).to(lse.dtype)
     return {
-        f"{side}label_log_prob": torch.where(counts, logit / temperature - lse, torch.nan),
-        f"{side}label_rank": torch.where(counts, rank, -1),
+        f"{side}label_log_prob": torch.where(counts, own * scale - lse, torch.nan),
+        f"{side}label_rank": torch.where(counts & ~lse.isnan(), rank, -1),
     }
 
 

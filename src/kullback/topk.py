@@ -106,6 +106,19 @@ def is_of_support(problem: Problem, has_tail: bool) -> bool:
     return not has_tail and problem.target.form != "logits"
 
 
+def at_support(gathered: Tensor, ids: Tensor, form: str) -> Tensor:
+    """The student at the ids alone, of what was gathered with its tail: masses of its row, or their logarithms."""
+    absent = ids < 0
+    if form == "logits":
+        gathered = without_empty_rows(gathered, absent).log_softmax(-1)
+    return torch.where(absent, in_torch.none_of(form), gathered[..., :-1])
+
+
+def without_empty_rows(gathered: Tensor, absent: Tensor) -> Tensor:
+    """Anything else for rows without ids, which are not to be counted: they may hold what is no number."""
+    return torch.where(absent.all(-1, keepdim=True), 0.0, gathered)
+
+
 def gather(problem: Problem, input: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
     """The input's rows at the ids and, with a tail, all others in one: [rows, k (+ 1)], as they count."""
     gathered = input.new_empty(input.size(0), ids.size(1) + has_tail, dtype=gathered_dtype(problem, input))
@@ -124,14 +137,15 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     gathered = gather(problem, x, ids, has_tail or of_support)
     if has_tail:
         y = in_torch.without_rounding(gathered, y, negligible, problem)
-    values = gathered.log_softmax(-1)[..., :-1].contiguous() if of_support else gathered
+    values = at_support(gathered, ids, "logits") if of_support else gathered
     d_values = None if work.d_input is None else torch.empty_like(values)
     operands = work.operands._replace(input=values, target=y)
     small = at_ids(problem, "log_probs" if of_support else "logits")
     backends.run(work._replace(problem=small, operands=operands, d_input=d_values))
     d_gathered = d_values
     if of_support and d_values is not None:  # back through the softmax
-        d_gathered = torch.nn.functional.pad(d_values, (0, 1)) - gathered.softmax(-1) * d_values.sum(-1, keepdim=True)
+        shares = without_empty_rows(gathered, ids < 0).softmax(-1)
+        d_gathered = torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
         parallel.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
@@ -330,10 +344,10 @@ def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
     form, target = teacher.problem.input.form, operands.target
     if is_of_support(teacher.problem, teacher.has_tail):
-        values: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, form == "logits")
-        if form == "logits":
-            values, form = values.log_softmax(-1)[..., :-1], "log_probs"
-        return at_ids(teacher.problem, form), Operands(values, target, *autograd.of_rows(operands))
+        whole: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, True)
+        values = at_support(whole, teacher.ids, form)
+        small = at_ids(teacher.problem, "log_probs" if form == "logits" else form)
+        return small, Operands(values, target, *autograd.of_rows(operands))
     gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, teacher.has_tail)
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered

@@ -23,7 +23,7 @@ KINDS = {
     **dict.fromkeys(("tv", "tvd", "l1"), "total_variation"),
     **dict.fromkeys(("symmetric_kl", "skl", "j_divergence"), "jeffreys"),
     **dict.fromkeys(("skew_jsd", "skl_alpha", "alpha_skew"), "skew_kl"),
-    **dict.fromkeys(("chi_squared", "pearson", "chisquare"), "chi2"),
+    **dict.fromkeys(("chi_squared", "chi_square", "pearson", "chisquare"), "chi2"),
 }
 REDUCTIONS = {"batchmean": 'reduction="mean" with normalizer=input.size(0) divides so'}
 
@@ -40,7 +40,7 @@ def hint(argument: str, name: str, known: Collection[str]) -> str:
         return f"; {REDUCTIONS[name]}" if name not in known else ""
     if argument != "kind":
         return nearest(name, known)
-    plain = name.lower().replace("-", "_").replace(" ", "_")
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     if KINDS.get(plain, "") in known:
         return f" (did you mean {KINDS[plain]!r}?)"
     # Of two letters, "kl" is near to names of the other direction.

@@ -77,9 +77,13 @@ class Elements(dict[str, Value]):
             of_y = torch.where(is_y_larger, whole, 0.0)
             ratio = (y - of_y).sub_(x + (whole - of_y))
         else:
-            log_p, log_q = y.to(self.dtype) * y_scale, x.to(self.dtype) * x_scale
+            # Against numbers next to their log-sum-exps, so that what a multiplication rounds is small.
+            tops = self["target_max"], self["input_max"]
+            log_p, log_q = (y - tops[0]).mul_(y_scale), (x - tops[1]).mul_(x_scale)
             nothing = (log_p < -1e38) & (log_q < -1e38)  # no masses, and of scaled numbers one may be infinite
             ratio = torch.where(nothing, 0.0, log_p - log_q)
+            y_top, x_top = (top.squeeze(-1).to(rest.dtype) for top in tops)
+            rest = rest - (y_top * y_scale - x_top * x_scale)
         ratio.nan_to_num_(0.0, math.inf, -math.inf)
         high = self.column(rest)
         ratio -= high
@@ -241,6 +245,7 @@ class Piece:
         """Log-sum-exp, by a softmax that is kept: the largest logit less the logarithm of its mass."""
         values, scale, wide = self.values[name], self.elements.scales[name], accumulator(self.values[name])
         if values.size(-1) == 0:
+            self.elements[MASSES[name]] = values.to(self.elements.dtype)
             return self._numbers(-math.inf)
         dtype, is_on_cpu = self.elements.dtype, values.device.type == "cpu"
         top, index = (values.amax(-1, keepdim=True), None) if is_on_cpu else values.max(-1, keepdim=True)
