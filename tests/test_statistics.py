@@ -151,6 +151,17 @@ def test_ranks_where_masses_underflow():
     assert kullback.row_statistics(x, labels=torch.tensor([3, 2])).label_rank.tolist() == [3, -1]
 
 
+def test_the_top_token_is_that_of_the_logits_where_masses_tie():
+    x = torch.tensor([[1e-3, 1e-3 + 2e-10, 0.0]])
+    assert kullback.row_statistics(x, x).top_token.item() == 1
+    assert kullback.row_statistics(x, x).target_top_token.item() == 1
+
+
+def test_rows_that_are_no_numbers_do_not_agree():
+    x = torch.tensor([[math.nan, 0.0], [1.0, 0.0]])
+    assert kullback.row_statistics(x, x).agreement.tolist() == [False, True]
+
+
 def test_labels_at_a_temperature_with_an_offset(generator):
     x = sample("logits", (5, 40), generator) + 1e4
     labels = torch.arange(5)

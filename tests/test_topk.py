@@ -236,6 +236,12 @@ def test_ids_of_any_integer_dtype(backend, device, generator, dtype, vocab):
     assert kullback.topk_divergence(x, log_p, ids.to(dtype)) == kullback.topk_divergence(x, log_p, ids)
 
 
+def test_unsigned_ids_beyond_int64_are_not_absent_ones():
+    ids = torch.tensor([[0, 2**64 - 1]], dtype=torch.uint64)
+    with pytest.raises(ValueError, match="target_indices"):
+        kullback.topk_divergence(torch.zeros(1, 4), torch.full((1, 2), -1.0), ids)
+
+
 @pytest.mark.parametrize("kind", ["kl", "jeffreys", "chi2", "reverse_kl"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_a_model_that_allows_only_the_ids_is_itself(backend, device, kind, temperature):

@@ -50,7 +50,7 @@ def of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_
     piece = Piece(_of_kind(problem, "kl"), x, y, is_whole=True)
     stats = piece.statistics(with_moments=False)
     q, p, values, scales = piece.elements["q"], piece.elements["p"], piece.values, piece.elements.scales
-    found = {"entropy": torch.special.entr(q).sum(-1), "lse": stats.input_lse, "top_token": q.argmax(-1)}
+    found = {"entropy": torch.special.entr(q).sum(-1), "lse": stats.input_lse, "top_token": values["input"].argmax(-1)}
     if labels is not None:
         found |= _of_labels("", values["input"], scales["input"], stats.input_lse, labels)
     if has_target:
@@ -60,8 +60,9 @@ def of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_
         found["target_entropy"] = torch.special.entr(p).sum(-1)
         found["cross_entropy"] = found["target_entropy"] + found["kl"]
         found["target_lse"] = stats.target_lse
-        found["target_top_token"] = p.argmax(-1)
-        found["agreement"] = found["top_token"] == found["target_top_token"]
+        found["target_top_token"] = values["target"].argmax(-1)
+        are_numbers = ~(stats.input_lse + stats.target_lse).isnan()
+        found["agreement"] = are_numbers & (found["top_token"] == found["target_top_token"])
         found["target_top_probability"] = p.amax(-1)
         if labels is not None:
             found |= _of_labels("target_", values["target"], scales["target"], stats.target_lse, labels)

@@ -64,6 +64,7 @@ def teacher(
     skipped = None if row_weight is None else row_weight.detach() == 0
     if indices.dtype in UNSIGNED:
         indices = indices.long()
+        indices = indices.masked_fill(indices < 0, torch.iinfo(torch.int64).max)  # beyond int64: no id, and not -1
     read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
         ids, target = ReadEntries.apply(values, indices, skipped, problem, read)
