@@ -124,13 +124,14 @@ class Chunk:
         return merge_stats(self.problem, [piece.statistics(with_moments) for piece in self.pieces()])
 
     def accumulate(self, stats: RowStats) -> RowSums:
-        return merge_sums([piece.accumulate(stats) for piece in self.pieces()])
+        return merge_sums([piece.accumulate(stats)[1] for piece in self.pieces()])
 
     def sums(self) -> tuple[RowStats, RowSums]:
         """Of the whole rows. Pieces of a kind that has moments need no second pass; a row in one has one anyway."""
-        by_moments = self.whole is None and self.problem.has_moments
-        stats = self.statistics(by_moments)
-        return stats, sums_of(stats) if by_moments else self.accumulate(stats)
+        if self.whole is not None:
+            return self.whole.accumulate(self.statistics(with_moments=False))
+        stats = self.statistics(self.problem.has_moments)
+        return stats, sums_of(stats) if self.problem.has_moments else self.accumulate(stats)
 
     def write(self, work: Rows, rows: slice, state: RowState | None, grad_out: Tensor | float, skips: bool) -> None:
         """Fill these rows of the wanted gradients; a row of grad_out 0 gets zeros, whatever it holds."""

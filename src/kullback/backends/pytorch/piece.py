@@ -159,22 +159,25 @@ class Piece:
         stats = RowStats._make([*lse, nothing, nothing, nothing, self._numbers(Mode.SAFE), nothing])
         with_moments = with_moments and problem.has_moments
         if problem.is_normalised and (with_moments or has_corner(problem.kind)):
-            # What float32 normalisers are off by shows in Σ (q - p). Half of it is taken off each.
-            self.normalise(stats)
-            off = torch.log1p(self.elements["q_minus_p"].sum(-1)).to(nothing.dtype)
-            off = torch.where(off.isfinite(), off, 0.0) / 2
-            stats = stats._replace(input_lse=stats.input_lse + off, target_lse=stats.target_lse - off)
+            stats = self._centred(stats)
         if problem.formula.has_tilted_lse and problem.is_normalised:
             self.normalise(stats)
             log_tilted = self.run(["log_tilted"], Way.EXACT)["log_tilted"]
             stats = stats._replace(tilted_lse=far_tilted_lse(log_sum_exp(log_tilted).to(nothing.dtype)))
         if not with_moments:
             return stats
-        sums = self.accumulate(stats)
+        _, sums = self.accumulate(stats)
         return stats._replace(term=sums.term, d_log_p=sums.d_log_p, d_log_q=sums.d_log_q)
 
-    def accumulate(self, stats: RowStats) -> RowSums:
-        """All sums only where a gradient of logits will ask for them."""
+    def _centred(self, stats: RowStats) -> RowStats:
+        """What float32 normalisers are off by shows in Σ (q - p). Half of it is taken off each."""
+        self.normalise(stats)
+        off = torch.log1p(self.elements["q_minus_p"].sum(-1)).to(stats.input_lse.dtype)
+        off = torch.where(off.isfinite(), off, 0.0) / 2
+        return stats._replace(input_lse=stats.input_lse + off, target_lse=stats.target_lse - off)
+
+    def accumulate(self, stats: RowStats) -> tuple[RowStats, RowSums]:
+        """All sums only where a gradient of logits will ask for them; and the statistics that they were found with."""
         self.normalise(stats)
         way, sums = self.way, self._sums(self.way)
         if way is Way.FAST:
@@ -183,13 +186,18 @@ class Piece:
             rest = torch.nonzero(~is_right).squeeze(1)
             if len(rest) == len(is_right):
                 self.way = Way.EXACT
+                if self.is_whole:
+                    stats = self._centred(stats)
+                    self.normalise(stats)
             elif len(rest):
-                part = self.of_rows(rest)
-                exact = part.accumulate(RowStats._make(number[rest] for number in stats))
-                return RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
+                part, known = self.of_rows(rest), RowStats._make(number[rest] for number in stats)
+                exact_stats, exact = part.accumulate(part._centred(known) if self.is_whole else known)
+                stats = RowStats._make(a.index_copy(0, rest, b) for a, b in zip(stats, exact_stats, strict=True))
+                sums = RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
+                return stats, sums
         elif way is Way.IN_RANGE and not math.isfinite(sums.term.sum().item()):
             self.way = Way.EXACT
-        return sums if self.way is way else self._sums(self.way)
+        return stats, sums if self.way is way else self._sums(self.way)
 
     def write(
         self, outputs: Sequence[Tensor | None], state: RowState | None, grad_out: Tensor | float, skips: bool
