@@ -172,8 +172,8 @@ class Piece:
     def _centred(self, stats: RowStats) -> RowStats:
         """What float32 normalisers are off by shows in Σ (q - p). Half of it is taken off each."""
         self.normalise(stats)
-        off = torch.log1p(self.elements["q_minus_p"].sum(-1)).to(stats.input_lse.dtype)
-        off = torch.where(off.isfinite(), off, 0.0) / 2
+        off = torch.atanh(self.elements["q_minus_p"].sum(-1) / 2).to(stats.input_lse.dtype)  # odd, as exchanging is
+        off = torch.where(off.isfinite(), off, 0.0)
         return stats._replace(input_lse=stats.input_lse + off, target_lse=stats.target_lse - off)
 
     def accumulate(self, stats: RowStats) -> tuple[RowStats, RowSums]:
