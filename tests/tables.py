@@ -210,42 +210,30 @@ KINDS = {
     "docs/mathematics.md": between(BEGIN, END, markdown_with_domains),
     "src/kullback/functional.py": lambda text: RULE.subn(lambda match: docstring(), text),
 }
-REGIMES = between("<!-- regimes: written by `make tables` -->", "<!-- end of regimes -->", regimes)
-REAL_ROWS = between("<!-- real rows: written by `make tables` -->", "<!-- end of real rows -->", real_rows)
-RIVALS = between("<!-- rivals: written by `make tables` -->", "<!-- end of rivals -->", rivals_on_real_rows)
-CPU = between("<!-- real rows, CPU: written by `make tables` -->", "<!-- end of real rows, CPU -->", real_rows_on_a_cpu)
-LINEAR, LINEAR_CPU = (
-    between(
-        f"<!-- linear{of}: written by `make tables` -->",
-        f"<!-- end of linear{of} -->",
-        functools.partial(linear, machine),
-    )
-    for of, machine in (("", "h200"), (", CPU", "cpu"))
-)
 
 
-RANKS = between("<!-- ranks: written by `make tables` -->", "<!-- end of ranks -->", ranks)
+def section(name, table):
+    return between(f"<!-- {name}: written by `make tables` -->", f"<!-- end of {name} -->", table)
 
 
-LITERAL = between("<!-- literal: written by `make tables` -->", "<!-- end of literal -->", literal)
-FAR, CLOSE = (
-    between(
-        f"<!-- logits, {rows}: written by `make tables` -->",
-        f"<!-- end of logits, {rows} -->",
-        functools.partial(logits, noise),
-    )
-    for rows, noise in (("far", 1.0), ("close", 0.03))
-)
-RANDOM_RIVALS = between(
-    "<!-- rivals, random rows: written by `make tables` -->",
-    "<!-- end of rivals, random rows -->",
-    rivals_on_random_rows,
+REGIMES = section("regimes", regimes)
+PERFORMANCE = (
+    section("literal", literal),
+    section("logits, far", functools.partial(logits, 1.0)),
+    section("logits, close", functools.partial(logits, 0.03)),
+    section("rivals, random rows", rivals_on_random_rows),
+    section("real rows", real_rows),
+    section("rivals", rivals_on_real_rows),
+    section("real rows, CPU", real_rows_on_a_cpu),
+    section("linear", functools.partial(linear, "h200")),
+    section("linear, CPU", functools.partial(linear, "cpu")),
+    section("ranks", ranks),
 )
 
 
 def performance(text):
     counts = []
-    for table in (LITERAL, FAR, CLOSE, RANDOM_RIVALS, REAL_ROWS, RIVALS, CPU, LINEAR, LINEAR_CPU, RANKS):
+    for table in PERFORMANCE:
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)

@@ -311,7 +311,7 @@ def _log_difference(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _logit_difference(y: Tensor, y_scale: Tensor, x: Tensor, x_scale: Tensor, high: Tensor, low: Tensor) -> Tensor:
     # Where this is asked for tensors are float64, and the plain difference is exact enough: float32's ratio is
-    # found by the backend (pytorch/softmax.py).
+    # found by the backend (backends/pytorch/piece.py).
     log_p, log_q = y * y_scale, x * x_scale
     nothing = (log_p < -1e38) & (log_q < -1e38)  # no masses, and of scaled numbers one may be infinite
     return torch.where(nothing, 0.0, _log_difference(log_p, log_q) - (high + low))

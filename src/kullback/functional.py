@@ -627,14 +627,13 @@ def row_statistics(
     tokens = vocab or input.size(-1)
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
-    given = None if labels is None else checks.labels(labels, input, tokens).reshape(-1)
-    x, y = (rows_of(problem.narrow(t)) for t in (input, other))
-    parts = []
-    for rows in statistics.chunks(x.size(0), tokens, x.device):
-        a, b = (statistics.as_logits(t[rows], side.form) for t, side in zip((x, y), problem.sides, strict=True))
-        own = None if given is None else given[rows]
-        parts.append(statistics.of_chunk(problem, a, b, own, target is not None))
-    return statistics.joined(parts, input.shape[:-1])
+    given = None if labels is None else checks.labels(labels, input, tokens)
+    sides = [(rows_of(problem.narrow(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
+
+    def logits_of(rows: slice) -> list[Tensor]:
+        return [statistics.as_logits(values[rows], form) for values, form in sides]
+
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, input.device, given, target is not None)
 
 
 @torch.no_grad()
@@ -701,7 +700,7 @@ def linear_row_statistics(
             )
         models.append((rows_of(other[0]), *other[1:]))
     vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
-    given = None if labels is None else checks.labels(labels, input, vocab).reshape(-1)
+    given = None if labels is None else checks.labels(labels, input, vocab)
     heads = [(side, first(head, vocab), None if b is None else first(b, vocab)) for side, head, b in models]
     problem = checks.problem(
         {},
@@ -714,12 +713,11 @@ def linear_row_statistics(
         softcap=softcap,
         target_softcap=target_softcap,
     )
-    parts = []
-    for rows in statistics.chunks(models[0][0].size(0), vocab, hidden.device):
-        sides = [linear.project(side[rows], head, shift) for side, head, shift in heads]
-        own = None if given is None else given[rows]
-        parts.append(statistics.of_chunk(problem, sides[0], sides[-1], own, target is not None))
-    return statistics.joined(parts, input.shape[:-1])
+
+    def logits_of(rows: slice) -> list[Tensor]:
+        return [linear.project(side[rows], head, shift) for side, head, shift in heads]
+
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], vocab, hidden.device, given, target is not None)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

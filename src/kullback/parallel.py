@@ -23,6 +23,7 @@ from torch import distributed as dist
 
 from kullback import backends
 from kullback.backends.pytorch import topk as in_torch
+from kullback.backends.pytorch import weighted
 from kullback.problem import WHOLE, Problem, Shard, kept_dtype
 from kullback.state import (
     RowState,
@@ -102,8 +103,7 @@ def _rows(work: Rows) -> None:
         loss, state = _whole_rows(work)
         known = _pack(problem, state) if state_fields(problem) else None
         if work.row_weight is not None:
-            weight = row_vector(work.row_weight, loss.size(0)).to(loss.dtype)
-            loss = torch.where(weight == 0, 0.0, loss) * weight
+            loss = weighted(loss, row_vector(work.row_weight, loss.size(0)).to(loss.dtype))
         if work.loss is not None:
             work.loss.copy_(loss)
         if work.total is not None:
@@ -208,7 +208,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.sums = dim, group, sums
-        return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
+        return _all_rows(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
@@ -227,7 +227,12 @@ class OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad_out, ctx.group).movedim(0, ctx.dim).flatten(ctx.dim, ctx.dim + 1), None, None
+        return _all_rows(grad_out, ctx.dim, ctx.group), None, None
+
+
+def _all_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Of everyone's parts, in rank order."""
+    return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _parts(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

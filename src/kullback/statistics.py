@@ -6,7 +6,7 @@ Rows are taken a chunk at a time, which a CPU's cache holds. Divergences are the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,25 @@ class RowStatistics(NamedTuple):
     target_label_rank: Tensor | None
 
 
-def of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_target: bool) -> RowStatistics:
+def of_rows(
+    problem: Problem,
+    logits_of: Callable[[slice], Sequence[Tensor]],
+    shape: torch.Size,
+    tokens: int,
+    device: torch.device,
+    labels: Tensor | None,
+    has_target: bool,
+) -> RowStatistics:
+    """Of rows of that shape. `logits_of` gives some rows' logits, of the input first and of the target last."""
+    given = None if labels is None else labels.reshape(-1)
+    parts = []
+    for rows in _chunks(shape.numel(), tokens, device):
+        sides, own = logits_of(rows), None if given is None else given[rows]
+        parts.append(_of_chunk(problem, sides[0], sides[-1], own, has_target))
+    return _joined(parts, shape)
+
+
+def _of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_target: bool) -> RowStatistics:
     """Of rows [rows, vocab] of logits."""
     piece = Piece(_of_kind(problem, "kl"), x, y, is_whole=True)
     stats = piece.statistics(with_moments=False)
@@ -94,14 +112,14 @@ def as_logits(values: Tensor, form: str) -> Tensor:
     return values.log() if form == "probs" else values
 
 
-def chunks(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
+def _chunks(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
     """Of as many rows as the torch backend takes at once."""
     elements = pytorch.CPU_CHUNK if device.type == "cpu" else pytorch.DEVICE_CHUNK
     step = max(1, elements // max(1, vocab))
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))  # of no rows one chunk
 
 
-def joined(parts: list[RowStatistics], shape: torch.Size) -> RowStatistics:
+def _joined(parts: list[RowStatistics], shape: torch.Size) -> RowStatistics:
     """Of all rows, in their shape."""
     fields = (
         None if numbers[0] is None else torch.cat([n for n in numbers if n is not None]).view(shape)
