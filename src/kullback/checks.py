@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from kullback import words
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.problem import WHOLE, Problem, Shard, Side, accumulator
+from kullback.problem import IGNORED, UNSIGNED, WHOLE, Problem, Shard, Side, accumulator
 from kullback.tracing import is_symbolic, is_traced
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LOSS_DTYPES = {(x, y): torch.promote_types(torch.promote_types(x, y), torch.floa
 REDUCTIONS = ("none", "mean", "sum")
 TAILS = ("bucket", "renormalize", "zero", "support")
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-IDS = (*INTEGERS, torch.uint16, torch.uint32, torch.uint64)
+IDS = (*INTEGERS, *UNSIGNED)
 
 
 def _problem(
@@ -309,7 +309,7 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
 
 
 def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
-    """Ids of rows' tokens, or -100, as int64. Those on a device that are no tokens stop it, as in torch."""
+    """Ids of rows' tokens, or IGNORED, as int64. Those on a device that are no tokens stop it, as in torch."""
     if not isinstance(given, Tensor):
         raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
     if given.dtype not in IDS:
@@ -319,11 +319,11 @@ def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
     if given.device != input.device:
         raise ValueError(f"labels must be on the input's device {input.device}; got {given.device}")
     given = given.long()
-    right = (given == -100) | ((given >= 0) & (given < vocab))
+    right = (given == IGNORED) | ((given >= 0) & (given < vocab))
     if given.device.type != "cpu":
-        torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be -100")
+        torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")
     elif not right.all():
-        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be -100; got {given[~right][0].item()}")
+        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {given[~right][0].item()}")
     return given
 
 

@@ -16,11 +16,10 @@ from kullback import backends
 from kullback.backends import pytorch
 from kullback.backends.pytorch.piece import Piece
 from kullback.divergences import DIVERGENCES
-from kullback.problem import Problem
+from kullback.problem import IGNORED, Problem
 from kullback.work import Operands, Rows
 
 KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation")
-IGNORED = -100  # the label of a row that has none
 
 
 class RowStatistics(NamedTuple):

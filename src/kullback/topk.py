@@ -22,12 +22,9 @@ from kullback.autograd import Context, Gradients, is_differentiated_again, weigh
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import Problem, Side, decode, gathered_dtype, kept_dtype
+from kullback.problem import UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
-
-# As stores keep ids; torch has few operations on these.
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, bool tail) -> Tensor")
 operators.define(

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from kullback import checks, functional
 from kullback.divergences import Kind
+from kullback.problem import IGNORED
 
 Model: TypeAlias = Any  # transformers' PreTrainedModel, which is not imported here
-IGNORED = -100  # the label of a token that does not count
 
 
 class Head(NamedTuple):
