@@ -54,6 +54,11 @@ def _run(rank: int, checks: Callable[[Ranks], None], store: Path, world: int, ba
         backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     checks(Ranks(rank, world, device))
+    leave()
+
+
+def leave() -> None:
+    """End this rank's process, once all its checks have passed."""
     dist.barrier()  # a process that ends while another still waits may abort it
     dist.destroy_process_group()
     os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends would abort it
