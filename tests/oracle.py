@@ -72,3 +72,15 @@ def divergence(x, y, kind, form="logits", target_form=None, temperature=1.0, tar
     q = masses(x, form, temperature)
     p = masses(y, target_form or form, target_temperature or temperature)
     return rows(kind, p, q, **parameters)
+
+
+def labelled(losses, logits, labels, divergence=1.0, label=1.0, z=0.0, smoothing=0.0, temperature=1.0):
+    """[rows]: with what the labels (-100: none) and log-sum-exps of the logits add, in float64, differentiable."""
+    values = logits.double() / temperature
+    lse = values.logsumexp(-1)
+    more = z * lse**2
+    if labels is not None:
+        own = values.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        expected = own if smoothing == 0 else (1 - smoothing) * own + smoothing * values.mean(-1)
+        more = torch.where(labels == -100, 0.0, more + label * (lse - expected))
+    return divergence * losses + more

@@ -271,6 +271,49 @@ def check_transforms(ranks: Ranks):
         assert relative_error(gradient, ranks.slice(exact)) < GRADIENT
 
 
+def check_labels(ranks: Ranks):
+    """Each label's logit is on one rank: of all logits, of a top-k teacher's student, from hidden states."""
+    vocab, weights = 67, {"divergence_weight": 0.7, "label_weight": 0.3, "z_weight": 1e-2}
+    cuts = ranks.uneven(vocab)
+    starts = [0, *cuts]
+    place = {"first_token": starts[ranks.rank], "total_vocab": vocab}
+    labels = torch.tensor([[0, 66, -100, 33, 2], [*(c % vocab for c in cuts), 5, -100, 1, 7, 8][:5]])
+    on_device = labels.to(ranks.device)
+    for dtype, kind, asks in itertools.product(
+        (torch.float64, torch.float32), ("kl", "jensen_shannon", "renyi"), (False, True)
+    ):
+        x, y = (sample("logits", (2, 5, vocab), generator().manual_seed(i), dtype) for i in range(2))
+        options = {**weights, **kinds.parameters(kind), "temperature": 1.5, "reduction": "none"}
+        whole = [t.double().requires_grad_() for t in (x, y)]
+        truth = kullback.divergence(*whole, kind, labels=labels, **options)
+        gradients = [ranks.slice(g, cuts=cuts) for g in torch.autograd.grad(truth.sum(), whole)]
+        leaves = [ranks.slice(t, cuts=cuts).requires_grad_() for t in (x, y)]
+        where = {} if asks else place
+        loss = kullback.divergence(*leaves, kind, labels=on_device, group=ranks.group, **where, **options)
+        hold(ranks, loss, leaves, truth, gradients, dtype, (kind, dtype))
+    x = sample("logits", (2, 5, vocab), generator(), torch.float64)
+    log_p, ids = sample("log_probs", (2, 5, vocab), generator().manual_seed(3), torch.float64).topk(6)
+    teacher = log_p.to(ranks.device), ids.to(ranks.device)
+    for tail in ("bucket", "renormalize", "support"):
+        whole = x.clone().requires_grad_()
+        truth = kullback.topk_divergence(whole, log_p, ids, tail=tail, labels=labels, **weights)
+        (gradient,) = torch.autograd.grad(truth, whole)
+        leaf = ranks.slice(x, cuts=cuts).requires_grad_()
+        options = {**weights, **place, "labels": on_device, "group": ranks.group}
+        loss = kullback.topk_divergence(leaf, *teacher, tail=tail, **options)
+        hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, tail)
+    hidden, head = torch.randn(2, 5, 8, generator=generator()), torch.randn(vocab, 8, generator=generator())
+    for target in (x.float(), None):
+        whole = [t.double().requires_grad_() for t in (hidden, head)]
+        truth = kullback.linear_divergence(*whole, target, labels=labels, **weights)
+        expected = torch.autograd.grad(truth, whole)
+        leaves = [hidden.to(ranks.device).requires_grad_(), ranks.slice(head, 0, cuts).requires_grad_()]
+        mine = None if target is None else ranks.slice(target, cuts=cuts)
+        loss = kullback.linear_divergence(*leaves, mine, labels=on_device, group=ranks.group, **weights)
+        own = [expected[0].to(ranks.device), ranks.slice(expected[1], 0, cuts)]
+        hold(ranks, loss, leaves, truth, own, torch.float32, "linear")
+
+
 def check_topk(ranks: Ranks):
     vocab, k = 67, 6
     cuts = ranks.uneven(vocab)
@@ -564,12 +607,13 @@ def check_dtensors(ranks: Ranks):
         for of_rows in (Replicate(), Shard(0), Shard(1)) if mesh.ndim > 1 else (None,):
             rest = [] if of_rows is None else [of_rows]
             a, b = (t.clone().requires_grad_() for t in (x, y))
-            options = {"reduction": reduction, "valid_vocab": valid}
-            expected = kullback.divergence(a, b, kind, row_weight=weight, **options)
+            options = {"reduction": reduction, "valid_vocab": valid, "label_weight": 0.3, "z_weight": 0.01}
+            labels = torch.arange(15).view(3, 5) + 2
+            expected = kullback.divergence(a, b, kind, row_weight=weight, labels=labels, **options)
             gradients = torch.autograd.grad(expected.square().sum(), (a, b))
             leaves = [distribute_tensor(t, mesh, [*rest, Shard(2)]).detach().requires_grad_() for t in (x, y)]
-            given = distribute_tensor(weight, mesh, [*rest, Replicate()])
-            loss = kullback.divergence(*leaves, kind, row_weight=given, **options)
+            given, labels = (distribute_tensor(t, mesh, [*rest, Replicate()]) for t in (weight, labels))
+            loss = kullback.divergence(*leaves, kind, row_weight=given, labels=labels, **options)
             assert loss.placements[-1] == Replicate()
             assert relative_error(loss.full_tensor(), expected) < EXACT
             loss.square().sum().backward()
@@ -700,7 +744,7 @@ def check_cuda(ranks: Ranks):
             assert relative_error(captured, run()) < GRADIENT, kind
 
 
-ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_topk, check_linear]
+ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_labels, check_topk, check_linear]
 OTHERS = [
     check_forms_and_options,
     check_row_weights_gradient,

@@ -87,12 +87,14 @@ class Gradient(torch.autograd.Function):
         if ctx.problem.shard.group:
             raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
 
-        def formula(*operands: Tensor) -> tuple[Tensor, ...]:
-            return gradient_by_formula(ctx.problem, Operands(*operands), ctx.wants)
+        *differentiable, labels = ctx.saved_tensors
 
-        pull_back = torch.func.vjp(formula, *ctx.saved_tensors)[1]
+        def formula(*operands: Tensor) -> tuple[Tensor, ...]:
+            return gradient_by_formula(ctx.problem, Operands._make((*operands, labels)), ctx.wants)
+
+        pull_back = torch.func.vjp(formula, *differentiable)[1]
         gradients = pull_back(tuple(g for g, wanted in zip(grad_out, ctx.wants, strict=True) if wanted))
-        return None, None, None, *gradients
+        return None, None, None, *gradients, None
 
 
 def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:

@@ -20,8 +20,18 @@ from torch import Tensor, distributed
 from kullback import words
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
-from kullback.problem import IGNORED, UNSIGNED, WHOLE, Problem, Shard, Side, accumulator
-from kullback.tracing import is_symbolic, is_traced
+from kullback.problem import (
+    DIVERGENCE_ALONE,
+    IGNORED,
+    UNSIGNED,
+    WHOLE,
+    Problem,
+    Shard,
+    Side,
+    Weights,
+    accumulator,
+)
+from kullback.tracing import in_functorch, is_symbolic, is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +57,7 @@ def _problem(
     target_softcap: float | None,
     vocab: int,
     shard: Shard,
+    weights: Weights,
     *params: str | float,
 ) -> Problem:
     """Of the options, checked; the kind's parameters come as their names and then their values."""
@@ -88,6 +99,7 @@ def _problem(
         _parameter(kind, dict(zip(params[: len(params) // 2], params[len(params) // 2 :], strict=True))),
         vocab,
         shard,
+        weights,
     )
 
 
@@ -134,10 +146,11 @@ def problem(
     target_softcap: float | None = None,
     vocab: int = 0,
     shard: Shard = WHOLE,
+    weights: Weights = DIVERGENCE_ALONE,
 ) -> Problem:
     """The problem that a kind, its parameters and these options make, checked."""
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
-    options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, shard, *params, *params.values())
+    options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, shard, weights, *params, *params.values())
     if not torch.compiler.is_compiling():
         try:
             return _cached_problem(*options)
@@ -308,8 +321,8 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
     return weight.to(accumulator(input))
 
 
-def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
-    """Ids of rows' tokens, or IGNORED, as int64. Those on a device that are no tokens stop it, as in torch."""
+def labels(given: Tensor, input: Tensor) -> Tensor:
+    """As int64."""
     if not isinstance(given, Tensor):
         raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
     if given.dtype not in IDS:
@@ -318,13 +331,47 @@ def labels(given: Tensor, input: Tensor, vocab: int) -> Tensor:
         raise ValueError(f"labels must have the rows' shape {shape(input, -1)}; got {shape(given)}")
     if given.device != input.device:
         raise ValueError(f"labels must be on the input's device {input.device}; got {given.device}")
-    given = given.long()
-    right = (given == IGNORED) | ((given >= 0) & (given < vocab))
-    if given.device.type != "cpu":
+    return given.long()
+
+
+def check_tokens(labels: Tensor, vocab: int) -> None:
+    """That they are tokens, or IGNORED. On a device those that are not stop it, as in torch; a transform sees none."""
+    if in_functorch():
+        return
+    right = (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")
     elif not right.all():
-        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {given[~right][0].item()}")
-    return given
+        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {labels[~right][0].item()}")
+
+
+def weights(
+    has_labels: bool,
+    form: str,
+    divergence_weight: float,
+    label_weight: float,
+    z_weight: float,
+    label_smoothing: float = 0.0,
+) -> Weights:
+    """What a row's loss is a sum of."""
+    given = {
+        "divergence_weight": divergence_weight,
+        "label_weight": label_weight,
+        "z_weight": z_weight,
+        "label_smoothing": label_smoothing,
+    }
+    for name, value in given.items():
+        if not -LARGEST < number(name, value) < LARGEST:
+            raise ValueError(f"{name} must be finite; got {value}")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must lie from 0 to less than 1; got {label_smoothing}")
+    if not has_labels:
+        for name, default in (("label_weight", 1), ("label_smoothing", 0)):
+            if given[name] != default:
+                raise ValueError(f"{name} goes with labels; got {given[name]} and none")
+    if z_weight and form != "logits":
+        raise ValueError(f"z_weight is of a log-sum-exp of logits, and form {form!r} holds none; got {z_weight}")
+    return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
@@ -523,9 +570,14 @@ PROBLEM_OPTIONS = (
     "softcap",
     "target_softcap",
 )
-DENSE_OPTIONS = ("form", "target_form", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "inplace", "group")
+WEIGHT_OPTIONS = ("divergence_weight", "label_weight", "z_weight", "label_smoothing")
+DENSE_OPTIONS = (
+    *("form", "target_form", *PROBLEM_OPTIONS, *WEIGHT_OPTIONS, "valid_vocab", "reduction", "inplace"),
+    *("group", "first_token", "total_vocab"),
+)
 LINEAR_OPTIONS = (
-    *("target_form", "tail", *PROBLEM_OPTIONS, "valid_vocab", "reduction", "chunk_rows", "logits_dtype"),
+    *("target_form", "tail", *PROBLEM_OPTIONS, *WEIGHT_OPTIONS, "valid_vocab", "reduction"),
+    *("chunk_rows", "logits_dtype"),
     *("group", "first_token", "total_vocab", "sequence_dim"),
 )
 
@@ -544,6 +596,8 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_sequence_dim(given.pop("sequence_dim", None), group)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
+    asked = {name: given.pop(name) for name in WEIGHT_OPTIONS if name in given}
+    weights(True, form, **{"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked})
     if inplace:
         check_inplace_options(form, options.get("reduction", "mean"))
     params = {name: given.pop(name) for name in options if name not in known}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kullback import backends, checks, linear, parallel, sharded, statistics, topk
+from kullback.autograd import weighted
 from kullback.divergences import Kind
 from kullback.forms import FORMS
+from kullback.labels import of_masses
 from kullback.linear import Models
-from kullback.problem import WHOLE, Problem, Side
+from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics
 from kullback.tracing import in_functorch
@@ -100,7 +102,7 @@ def kl_div(
 
 def divergence(
     input: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     kind: Kind | str = "kl",
     *,
     form: str = "logits",
@@ -112,11 +114,18 @@ def divergence(
     softcap: float | None = None,
     target_softcap: float | None = None,
     valid_vocab: int | None = None,
+    labels: Tensor | None = None,
+    divergence_weight: float = 1.0,
+    label_weight: float = 1.0,
+    z_weight: float = 0.0,
+    label_smoothing: float = 0.0,
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
     inplace: bool = False,
     group: ProcessGroup | None = None,
+    first_token: int | None = None,
+    total_vocab: int | None = None,
     **params: float,
 ) -> Tensor:
     """Divergence of the model's distributions from the reference's, in nats; rows are `[..., vocab]`.
@@ -137,9 +146,14 @@ def divergence(
     Probabilities and log-probabilities are taken as they are, normalised or not; logits by their softmax.
     0 · log 0 is 0 in value and gradients; p > 0 where q = 0 makes kl +inf; NaN stays in its row.
 
+    With `labels` a row's loss is, in the same pass over it,
+    divergence_weight · D + label_weight · (-log q of its label) + z_weight · lse², where lse is the log-sum-exp of its
+    logits as they count: scaled, capped and over the temperature.
+
     Args:
         input: the model's (student's) logits, log_probs or probs, `[..., vocab]`, floating point.
-        target: the reference's (teacher's), of the same shape (but see `valid_vocab`); dtypes may differ.
+        target: the reference's (teacher's), of the same shape (but see `valid_vocab`); dtypes may differ. None: the
+            loss is the cross-entropy of `labels`.
         kind: a name of the table.
         form: "logits", "log_probs" or "probs": what `input` holds.
         target_form: the same of `target`; by default that of `input`.
@@ -153,6 +167,14 @@ def divergence(
         target_softcap: the same of the target, on its own: by default it has none.
         valid_vocab: how many elements of a row count, where vocabularies are padded or one is longer; gradients of
             the others are 0. Nothing is copied for it.
+        labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype. A row of label -100 has its divergence
+            alone. Where the label has no mass the loss is +inf.
+        divergence_weight: what the divergence counts.
+        label_weight: what the label's cross-entropy counts. It is of the softmax at `temperature`.
+        z_weight: what the square of the log-sum-exp counts (z-loss), of rows that have a label, or of all where there
+            are no labels; of logits.
+        label_smoothing: which part of a label is spread over all tokens that count, as in torch. It has no kernels: the
+            torch backend does it.
         row_weight: float, integer or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
             cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
@@ -162,6 +184,9 @@ def divergence(
             row, of any width, and gets the same loss to the bit and the gradients of its slice. `valid_vocab` is then
             of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl and
             total_variation from logits in two; a backward needs none (docs/parallel.md).
+        first_token: with labels and a group, the id of the slice's first token. Without it and `total_vocab` the ranks
+            tell each other their slices' widths, in rank order, for which the host waits.
+        total_vocab: how many tokens that count all ranks have together.
         inplace: let the input's gradient take the place of its values, where one is wanted: a tensor less. For logits
             that nothing else needs; whatever saved them for its own backward raises there.
         **params: the kind's parameter.
@@ -187,16 +212,43 @@ def divergence(
     tensor(0.3776)
     >>> kullback.divergence(student, teacher, "jensen_shannon", beta=0.5, reduction="none")
     tensor([0.0807])
+    >>> kullback.divergence(student, teacher, labels=torch.tensor([0]), label_weight=0.1)
+    tensor(0.4015)
     """
+    if target is None or divergence_weight == 0:
+        return _without_target(
+            *(input, labels, form, label_weight, z_weight, label_smoothing),
+            temperature=temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            valid_vocab=valid_vocab,
+            row_weight=row_weight,
+            reduction=reduction,
+            normalizer=normalizer,
+            group=group,
+            first_token=first_token,
+            total_vocab=total_vocab,
+        )
     backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
+    checks.check_group(group, first_token, total_vocab)
+    weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
+    if label_smoothing and (group is not None or sharded.is_dtensor(input)):
+        raise ValueError("label_smoothing is not for a vocabulary that ranks share")
     shard = WHOLE
     if group is not None:
-        checks.check_group(group)
-        shard = parallel.shard(group)
         if valid_vocab == 0:  # a slice of padding alone
             input, target, valid_vocab = input[..., :0], target[..., :0], None
+        shard = parallel.shard(group)
+    vocab = checks.valid_vocab(valid_vocab, input, target)
+    tokens = vocab or input.size(-1)
+    if labels is not None:
+        labels = checks.labels(labels, input)
+        if group is not None:
+            shard, tokens = parallel.slice_of(group, tokens, first_token, total_vocab)
+        if not sharded.is_dtensor(labels):
+            checks.check_tokens(labels, tokens)
     problem = checks.problem(
         params,
         kind,
@@ -208,19 +260,69 @@ def divergence(
         target_logit_scale=target_logit_scale,
         softcap=softcap,
         target_softcap=target_softcap,
-        vocab=checks.valid_vocab(valid_vocab, input, target),
+        vocab=vocab,
         shard=shard,
+        weights=weights if form == "logits" else DIVERGENCE_ALONE,
     )
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:
         checks.check_inplace(input, target, form, weight, reduction, normalizer)
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
-    operands = Operands(input, target, reduced.row_weight)
     driver = sharded.driver(input, target, group)
+    if form != "logits" and weights != DIVERGENCE_ALONE:
+        operands = Operands(input, target, reduced.row_weight)
+        ours = driver.per_row(problem, operands, dtype) * weights.divergence
+        if labels is not None:
+            ours = ours + weighted(of_masses(weights, input, form, labels, tokens), reduced.row_weight)
+        return reduced.finish(reduced.of_rows(ours))
+    operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:
         return reduced.finish(driver.per_row(problem, operands, dtype))
     return reduced.finish(driver.total(problem, operands, reduced.scale, dtype, inplace))
+
+
+def _without_target(
+    input: Tensor,
+    labels: Tensor | None,
+    form: str,
+    label_weight: float,
+    z_weight: float,
+    label_smoothing: float,
+    **options: Any,
+) -> Tensor:
+    """The cross-entropy of labels: the kl of a teacher that is known at one token, and sure of it."""
+    if label_smoothing and labels is not None:  # of a target that is the input nothing is lost
+        return divergence(
+            input,
+            input.detach(),
+            form=form,
+            labels=labels,
+            label_weight=label_weight,
+            z_weight=z_weight,
+            label_smoothing=label_smoothing,
+            **options,
+        )
+    return topk_divergence(
+        input,
+        *_sure_of(labels, input),
+        form=form,
+        tail="zero",
+        labels=labels,
+        divergence_weight=label_weight,
+        label_weight=0.0,
+        z_weight=z_weight,
+        **{"target_temperature": 1.0, **options},
+    )
+
+
+def _sure_of(labels: Tensor | None, input: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of that teacher."""
+    checks.check_tensor("input", input)
+    if labels is None:
+        raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
+    ids = checks.labels(labels, input).unsqueeze(-1)
+    return torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), torch.where(ids == IGNORED, -1, ids)
 
 
 def topk_divergence(
@@ -237,6 +339,10 @@ def topk_divergence(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     valid_vocab: int | None = None,
+    labels: Tensor | None = None,
+    divergence_weight: float = 1.0,
+    label_weight: float = 1.0,
+    z_weight: float = 0.0,
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -274,6 +380,10 @@ def topk_divergence(
         logit_scale: of the student's logits, as of `divergence`.
         softcap: the same.
         valid_vocab: how many elements of the student's row count.
+        labels: as of `divergence`, like the next three; they need not be among the ids.
+        divergence_weight: what the divergence counts.
+        label_weight: what the label's cross-entropy counts.
+        z_weight: what the square of the log-sum-exp counts.
         row_weight: as of `divergence`.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
@@ -320,9 +430,10 @@ def topk_divergence(
     if any(map(sharded.is_dtensor, (input, target_values, target_indices))):
         checks.valid_width(valid_vocab, input.size(-1))
         of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
+        of_rows["labels"] = labels
         local, layout = sharded.localised({"input": (input, -1)}, of_rows, valid_vocab, group)
         input, target_values, target_indices = (local[name] for name in ("input", "target_values", "target_indices"))
-        row_weight = local.get("row_weight")
+        row_weight, labels = local.get("row_weight"), local.get("labels")
         group, first_token, total_vocab, valid_vocab = layout.place
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
     if valid_vocab == 0 and group is not None:  # a slice of padding alone
@@ -332,6 +443,10 @@ def topk_divergence(
     checks.check_slice(width, first_token, total_vocab)
     shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
+    weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight)
+    if labels is not None:
+        labels = checks.labels(labels, input)
+        checks.check_tokens(labels, tokens)
     problem = checks.problem(
         params,
         kind,
@@ -344,14 +459,17 @@ def topk_divergence(
         softcap=softcap,
         vocab=vocab,
         shard=shard,
+        weights=weights,
     )
     checks.notice_logits(target_values, target_indices, target_form, weight)
     of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
-    operands = Operands(input, target, reduced.row_weight)
-    if reduced.per_row:
+    operands = Operands(input, target, reduced.row_weight, labels)
+    if teacher.problem.is_mixed:
+        loss = reduced.finish(reduced.of_rows(topk.mixed_rows(teacher, operands, dtype)))
+    elif reduced.per_row:
         loss = reduced.finish(topk.per_row(teacher, operands, dtype))
     else:
         loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
@@ -361,7 +479,7 @@ def topk_divergence(
 def linear_divergence(
     input: Tensor,
     weight: Tensor,
-    target: Tensor,
+    target: Tensor | None,
     target_weight: Tensor | None = None,
     kind: Kind | str = "kl",
     *,
@@ -377,6 +495,11 @@ def linear_divergence(
     softcap: float | None = None,
     target_softcap: float | None = None,
     valid_vocab: int | None = None,
+    labels: Tensor | None = None,
+    divergence_weight: float = 1.0,
+    label_weight: float = 1.0,
+    z_weight: float = 0.0,
+    label_smoothing: float = 0.0,
     row_weight: Tensor | None = None,
     reduction: str = "mean",
     normalizer: float | Tensor | None = None,
@@ -400,7 +523,8 @@ def linear_divergence(
         input: the student's hidden states, `[..., hidden]`, floating point.
         weight: its head, `[vocab, hidden]`, of the same dtype.
         target: the teacher's hidden states, `[..., target hidden]`; without `target_weight` its `[..., vocab]` logits
-            or what else `target_form` says; with `target_indices` its entries at those ids, `[..., k]`.
+            or what else `target_form` says; with `target_indices` its entries at those ids, `[..., k]`. None: the loss
+            is the cross-entropy of `labels`.
         target_weight: the teacher's head, `[vocab, target hidden]`.
         kind: as of `divergence`.
         bias: of the student's head, `[vocab]`.
@@ -416,6 +540,11 @@ def linear_divergence(
         softcap: of the student.
         target_softcap: of the teacher.
         valid_vocab: how many tokens count, where a head is padded or one is longer.
+        labels: as of `divergence`, like the next four.
+        divergence_weight: what the divergence counts.
+        label_weight: what the label's cross-entropy counts.
+        z_weight: what the square of the log-sum-exp counts.
+        label_smoothing: which part of a label is spread over all tokens; of a whole target.
         row_weight: as of `divergence`. Hidden states of rows of weight 0 reach nothing.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
@@ -458,12 +587,17 @@ def linear_divergence(
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
+    if target is None or divergence_weight == 0:  # the kl of a teacher that is known at one token, and sure of it
+        target, target_indices = _sure_of(labels, input)
+        target_weight = target_bias = target_logit_scale = target_softcap = None
+        kind, target_form, tail, target_temperature, params = "kl", "log_probs", "zero", 1.0, {}
+        divergence_weight, label_weight = label_weight, 0.0
     checks.check_group(group, first_token, total_vocab)
     layout = None
     if any(map(sharded.is_dtensor, (input, weight, target, target_weight))):
         checks.valid_width(valid_vocab, weight.size(0))
         of_tokens = {"weight": (weight, 0), "bias": (bias, 0)}
-        of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight}
+        of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight, "labels": labels}
         if target_weight is None and target_indices is None:
             of_tokens |= {"target": (target, -1)}
         else:
@@ -472,7 +606,7 @@ def linear_divergence(
         local, layout = sharded.localised(of_tokens, of_rows, valid_vocab, group)
         input, weight, target = local["input"], local["weight"], local["target"]
         bias, target_weight, target_bias = (local.get(name) for name in ("bias", "target_weight", "target_bias"))
-        target_indices, row_weight = local.get("target_indices"), local.get("row_weight")
+        target_indices, row_weight, labels = (local.get(name) for name in ("target_indices", "row_weight", "labels"))
         group, first_token, total_vocab, valid_vocab = layout.place
         sequence_dim = layout.sequence_dim
     checks.check_sequence_dim(sequence_dim, group)
@@ -489,6 +623,10 @@ def linear_divergence(
     checks.check_reduction(reduction, normalizer, input)
     checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
+    weights = checks.weights(labels is not None, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
+    if label_smoothing and (is_topk or group is not None):
+        raise ValueError("label_smoothing is of a whole target, whose vocabulary no ranks share")
+    labels = None if labels is None else checks.labels(labels, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
     if valid_vocab == 0 and group is not None:  # a slice of padding alone
@@ -499,7 +637,7 @@ def linear_divergence(
         others = target.size(-1) if target_weight is None else target_weight.size(0)
         vocab = checks.shared_vocab(valid_vocab, weight.size(0), others)
     checks.check_slice(vocab, first_token, total_vocab)
-    if chunk_rows is None or is_topk:
+    if chunk_rows is None or is_topk or labels is not None:
         shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
     else:
         shard, tokens = WHOLE if group is None else parallel.shard(group), 0  # nobody asks where the slice stands
@@ -515,11 +653,15 @@ def linear_divergence(
         softcap=softcap,
         target_softcap=target_softcap,
         shard=shard,
+        weights=weights,
     )
+    if labels is not None:
+        checks.check_tokens(labels, tokens)
     if sequence_dim is not None and group is not None:
         hidden = parallel.gather_rows(hidden, sequence_dim, group, sums=True)
         target = parallel.gather_rows(target, sequence_dim, group, sums=not is_topk)
         row_weight = None if row_weight is None else parallel.gather_rows(row_weight, sequence_dim, group)
+        labels = None if labels is None else parallel.gather_rows(labels, sequence_dim, group)
         if target_indices is not None:
             target_indices = parallel.gather_rows(target_indices, sequence_dim, group)
     rows = hidden.shape[:-1]
@@ -543,6 +685,7 @@ def linear_divergence(
         None if target_bias is None else first(target_bias, vocab),
         None if ids is None else rows_of(ids),
         None if reduced.row_weight is None else reduced.row_weight.expand(rows).reshape(-1),
+        None if labels is None else labels.reshape(-1),
     )
     sums_hidden = group is not None and sequence_dim is None
     task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens, sums_hidden)
@@ -627,7 +770,9 @@ def row_statistics(
     tokens = vocab or input.size(-1)
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
-    given = None if labels is None else checks.labels(labels, input, tokens)
+    given = None if labels is None else checks.labels(labels, input)
+    if given is not None:
+        checks.check_tokens(given, tokens)
     sides = [(rows_of(problem.narrow(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
 
     def logits_of(rows: slice) -> list[Tensor]:
@@ -700,7 +845,9 @@ def linear_row_statistics(
             )
         models.append((rows_of(other[0]), *other[1:]))
     vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
-    given = None if labels is None else checks.labels(labels, input, vocab)
+    given = None if labels is None else checks.labels(labels, input)
+    if given is not None:
+        checks.check_tokens(given, vocab)
     heads = [(side, first(head, vocab), None if b is None else first(b, vocab)) for side, head, b in models]
     problem = checks.problem(
         {},

@@ -51,6 +51,7 @@ class Models(NamedTuple):
     target_bias: Tensor | None
     ids: Tensor | None = None  # [rows, k]: of a top-k teacher
     row_weight: Tensor | None = None  # and further ones as `Operands` has them
+    labels: Tensor | None = None
 
     @property
     def of_rows(self) -> tuple[Tensor | None, ...]:
@@ -473,7 +474,7 @@ class LinearPerRow(torch.autograd.Function):
         state, *saved = ctx.saved_tensors
         task, models = ctx.task, Models(*saved)
         row_weight = weighted(widened(grad_out), models.row_weight)
-        models = Models(*tuple(models)[:-1], row_weight)  # type: ignore[call-arg, arg-type]
+        models = Models(*tuple(models)[:7], row_weight, *tuple(models)[8:])  # type: ignore[call-arg, arg-type]
         if is_traced(*(t for t in models if t is not None)):
             scalars = as_arguments(scalars_of(task))
             gradients = torch.ops.kullback.linear_gradient.default(*models, key_of(task), *scalars, state)

@@ -48,7 +48,7 @@ class _WithOptions(nn.Module):
 
 
 class DivergenceLoss(_WithOptions):
-    """`kullback.divergence` with its options kept; `row_weight` and `normalizer` come with a call.
+    """`kullback.divergence` with its options kept; `labels`, `row_weight` and `normalizer` come with a call.
 
     Args:
         kind: as of `kullback.divergence`.
@@ -70,13 +70,20 @@ class DivergenceLoss(_WithOptions):
     def forward(
         self,
         input: Tensor,
-        target: Tensor,
+        target: Tensor | None,
         *,
+        labels: Tensor | None = None,
         row_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
     ) -> Tensor:
         return functional.divergence(
-            input, target, self.kind, row_weight=row_weight, normalizer=normalizer, **self.options
+            input,
+            target,
+            self.kind,
+            labels=labels,
+            row_weight=row_weight,
+            normalizer=normalizer,
+            **self.options,
         )
 
 
@@ -105,12 +112,13 @@ class LinearDivergenceLoss(_WithOptions):
         self,
         input: Tensor,
         weight: Tensor,
-        target: Tensor,
+        target: Tensor | None,
         target_weight: Tensor | None = None,
         *,
         bias: Tensor | None = None,
         target_bias: Tensor | None = None,
         target_indices: Tensor | None = None,
+        labels: Tensor | None = None,
         row_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
     ) -> Tensor:
@@ -123,6 +131,7 @@ class LinearDivergenceLoss(_WithOptions):
             bias=bias,
             target_bias=target_bias,
             target_indices=target_indices,
+            labels=labels,
             row_weight=row_weight,
             normalizer=normalizer,
             **self.options,

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
+from kullback.backends.pytorch import label_logits, weighted
 from kullback.backends.pytorch import topk as in_torch
-from kullback.backends.pytorch import weighted
+from kullback.labels import in_slice, losses
 from kullback.problem import WHOLE, Problem, Shard, kept_dtype
 from kullback.state import (
     RowState,
@@ -38,7 +39,7 @@ from kullback.state import (
     sums_of,
     unpacked,
 )
-from kullback.work import Gather, Rows, Scatter, row_vector
+from kullback.work import Gather, Rows, Scatter, as_rows, row_vector
 
 _checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
 
@@ -111,7 +112,8 @@ def _rows(work: Rows) -> None:
         if work.found is not None and known is not None:
             work.found.copy_(known)
     if any(work.wants):
-        backends.run(work._replace(verb="gradient", known=known, found=None, loss=None, total=None))
+        own = work.operands._replace(labels=_own_labels(work))
+        backends.run(work._replace(operands=own, verb="gradient", known=known, found=None, loss=None, total=None))
 
 
 def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
@@ -120,17 +122,38 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
     rows = math.prod(operands.input.shape[:-1])
     _check_work(work, rows)
     stats = packed(rows, len(fields(RowStats, problem.formula.has_tilted_lse)), operands.input)
+    logit = stats.new_zeros(rows)
     if problem.has_logits:
         backends.run(Rows(problem, operands, "statistics", found=stats))
-        merged = merge_stats(problem, [unpacked(RowStats, piece) for piece in all_gather(stats, group)])
+        labels = _own_labels(work)
+        if labels is not None:
+            logit = label_logits(problem, problem.narrow(as_rows(operands.input)), labels)
+        known = all_gather(torch.cat([stats, logit.unsqueeze(0)]) if problem.is_mixed else stats, group)
+        merged = merge_stats(problem, [unpacked(RowStats, piece[: len(stats)]) for piece in known])
         stats = _pack(problem, merged)
+        if problem.is_mixed:
+            logit = known[:, -1].sum(0)
     else:
         merged = unpacked(RowStats, stats.zero_())
     if problem.has_moments:
-        return finish(problem, merged, sums_of(merged))
-    sums = packed(rows, len(RowSums._fields), operands.input)
-    backends.run(Rows(problem, operands, "accumulate", known=stats, found=sums))
-    return finish(problem, merged, merge_sums([RowSums(*piece) for piece in all_gather(sums, group)]))
+        loss, state = finish(problem, merged, sums_of(merged))
+    else:
+        sums = packed(rows, len(RowSums._fields), operands.input)
+        backends.run(Rows(problem, operands, "accumulate", known=stats, found=sums))
+        loss, state = finish(problem, merged, merge_sums([RowSums(*piece) for piece in all_gather(sums, group)]))
+    if problem.is_mixed:
+        labels = None if operands.labels is None else row_vector(operands.labels, rows)
+        loss = losses(problem, loss, merged.input_lse, labels, logit, torch.zeros_like(logit))
+    return loss, state
+
+
+def _own_labels(work: Rows) -> Tensor | None:
+    """Where they stand in this rank's slice."""
+    x, labels = work.input, work.labels
+    if labels is None:
+        return None
+    width = work.problem.vocab or x.size(-1)
+    return in_slice(row_vector(labels, math.prod(x.shape[:-1])), work.problem.shard.first_token, width)
 
 
 def _pack(problem: Problem, record: RowStats | RowState) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,18 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
+class Weights(NamedTuple):
+    """Of what a row's loss is a sum of (`labels.py`)."""
+
+    divergence: float = 1.0
+    label: float = 0.0  # of the cross-entropy of its label
+    z: float = 0.0  # of the square of its log-sum-exp
+    smoothing: float = 0.0  # which part of a label is spread over all tokens
+
+
+DIVERGENCE_ALONE = Weights()
+
+
 @dataclass(frozen=True)
 class Problem:
     """A kind, what either side holds, and the numbers that vary from call to call but never in code."""
@@ -43,18 +56,19 @@ class Problem:
     parameter: float = 0.0  # of the kind; 0 where it has none
     vocab: int = 0  # how many tokens of a row, or of this rank's part, count; 0: all
     shard: Shard = WHOLE
+    weights: Weights = DIVERGENCE_ALONE
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Problem], tuple[object, ...]]:
         """Without what is cached: hashes of names are a process's own."""
-        return Problem, (self.kind, self.input, self.target, self.parameter, self.vocab, self.shard)
+        return Problem, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     @functools.cached_property
     def _hash(self) -> int:
         """Of every call's look into caches."""
-        return hash((self.kind, self.input, self.target, self.parameter, self.vocab, self.shard))
+        return hash((self.kind, self.input, self.target, self.parameter, self.vocab, self.shard, self.weights))
 
     @property
     def key(self) -> str:
@@ -65,9 +79,9 @@ class Problem:
 
     @property
     def scalars(self) -> tuple[float, ...]:
-        """Temperatures, softcaps, parameter."""
+        """Temperatures, softcaps, parameter, weights."""
         x, y = self.input, self.target
-        return x.temperature, y.temperature, x.softcap, y.softcap, self.parameter
+        return x.temperature, y.temperature, x.softcap, y.softcap, self.parameter, *self.weights
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -82,6 +96,11 @@ class Problem:
         """The kind's parameter by its name; empty where it has none."""
         known = self.divergence.parameter
         return {} if known is None else {known.name: self.parameter}
+
+    @functools.cached_property
+    def is_mixed(self) -> bool:
+        """Whether a row's loss is more than its divergence."""
+        return self.weights != DIVERGENCE_ALONE
 
     @functools.cached_property
     def has_logits(self) -> bool:
@@ -127,13 +146,13 @@ class Problem:
 
 
 @functools.lru_cache(maxsize=1024)
-def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0)) -> Problem:
+def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0, *DIVERGENCE_ALONE)) -> Problem:
     """The problem of that key and those scalars; without them, one that is good for shapes."""
     kind, form, target_form, vocab, *place = key.split(" ", 6)
-    temperature, target_temperature, softcap, target_softcap, parameter = scalars
+    temperature, target_temperature, softcap, target_softcap, parameter, *weights = scalars
     input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)
     shard = Shard(place[2], int(place[0]), int(place[1])) if place else WHOLE
-    return Problem(kind, input, target, parameter, int(vocab), shard)
+    return Problem(kind, input, target, parameter, int(vocab), shard, Weights(*weights))
 
 
 class Formula(NamedTuple):

@@ -24,6 +24,10 @@ class Reduction(NamedTuple):
     sums: bool = False  # whether rows, weighted in the open, are summed
     divisor: Tensor | float | None = None
 
+    def of_rows(self, losses: Tensor) -> Tensor:
+        """What kernels would have found, of the weighted losses of rows."""
+        return losses if self.per_row else (losses.sum() * self.scale).to(self.dtype)
+
     def finish(self, loss: Tensor) -> Tensor:
         """What is wanted, of what the kernels found."""
         if self.outside is not None:

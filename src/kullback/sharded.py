@@ -101,12 +101,13 @@ def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | N
     if counts == 0:
         local = local._replace(input=local.input[..., :0], target=local.target[..., :0])
     of_slice = _of_slice if torch.compiler.is_compiling() else _cached_of_slice
-    return of_slice(problem, mesh.get_group(shared).group_name, counts if counts < width else 0), local
+    group = mesh.get_group(shared).group_name
+    return of_slice(problem, Sharded(group, first_token), counts if counts < width else 0), local
 
 
-def _of_slice(problem: Problem, group: str, vocab: int) -> Problem:
+def _of_slice(problem: Problem, shard: Sharded, vocab: int) -> Problem:
     """The problem of a slice of which so much counts."""
-    return dataclasses.replace(problem, vocab=vocab, shard=Sharded(group))
+    return dataclasses.replace(problem, vocab=vocab, shard=shard)
 
 
 _cached_of_slice = functools.lru_cache(maxsize=1024)(_of_slice)
@@ -124,7 +125,7 @@ def _checked(operands: Operands) -> tuple[DTensor, int | None]:
     given = {name: tensor for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None}
     for name, tensor in given.items():
         if not is_dtensor(tensor):
-            raise TypeError(f"input, target and row_weight must all be DTensors, or none; {name} is none")
+            raise TypeError(f"{', '.join(given)} must all be DTensors, or none; {name} is none")
     input = given["input"]
     assert is_dtensor(input)
     vocab_dim = input.dim() - 1

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kullback import autograd, backends, library, parallel
+from kullback import labels as of_labels
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighing, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
@@ -129,26 +130,69 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
 
     A gradient of fewer bits than the logits is rounded from one that takes their place.
     """
-    problem, x, y = work.problem, work.input, work.target
-    has_tail = y.size(-1) > ids.size(-1)
-    of_support = is_of_support(problem, has_tail)
-    gathered = gather(problem, x, ids, has_tail or of_support)
-    if has_tail:
-        y = in_torch.without_rounding(gathered, y, negligible, problem)
-    values = at_support(gathered, ids, "logits") if of_support else gathered
-    d_values = None if work.d_input is None else torch.empty_like(values)
-    operands = work.operands._replace(input=values, target=y)
-    small = at_ids(problem, "log_probs" if of_support else "logits")
-    backends.run(work._replace(problem=small, operands=operands, d_input=d_values))
-    d_gathered = d_values
-    if of_support and d_values is not None:  # back through the softmax
-        shares = without_empty_rows(gathered, ids < 0).softmax(-1)
-        d_gathered = torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
+    problem, x = work.problem, work.input
+    if problem.is_mixed:
+        ids, gathered, d_gathered = _run_mixed(work, ids, negligible)
+    else:
+        has_tail = work.target.size(-1) > ids.size(-1)
+        gathered = gather(problem, x, ids, has_tail or is_of_support(problem, has_tail))
+        d_gathered = _run_on_gathered(work, ids, gathered, negligible)
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
         parallel.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
         if is_narrow:
             work.d_input.copy_(x)
+
+
+def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: float) -> Tensor | None:
+    """The work on the divergence of what was gathered; returns its gradient there, if one is wanted."""
+    problem, y = work.problem, work.target
+    has_tail = y.size(-1) > ids.size(-1)
+    of_support = is_of_support(problem, has_tail)
+    if has_tail:
+        y = in_torch.without_rounding(gathered, y, negligible, problem)
+    values = at_support(gathered, ids, "logits") if of_support else gathered
+    d_values = None if work.d_input is None else torch.empty_like(values)
+    small = at_ids(problem, "log_probs" if of_support else "logits")
+    backends.run(work._replace(problem=small, operands=Operands(values, y, work.row_weight), d_input=d_values))
+    if not of_support or d_values is None:
+        return d_values
+    shares = without_empty_rows(gathered, ids < 0).softmax(-1)  # back through the softmax
+    return torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
+
+
+def _run_mixed(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same of losses that are more than divergences: the ids, labels too; what was gathered there; its gradient."""
+    problem, x, labels, weights = work.problem, work.input, work.labels, work.problem.weights
+    teacher = Teacher(ids, problem, negligible, work.target.size(-1) > ids.size(-1))
+    wide, k = with_labels(ids, labels), ids.size(-1)
+    gathered, offset = gather(problem, x, wide, True), offset_of(problem, x, wide)
+    upstream = gathered.new_ones(x.size(0)) if work.row_weight is None else work.row_weight.to(gathered.dtype)
+    gathered = torch.where((upstream == 0).unsqueeze(-1), 0.0, gathered)
+    at_teacher, at_label = without_label(teacher, gathered), is_label(wide, labels)
+    losses = gathered.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
+    of_divergence = work._replace(scale=work.scale * weights.divergence, loss=losses, total=None)
+    d_teacher = _run_on_gathered(of_divergence, ids, at_teacher, negligible)
+    lse = log_sum(gathered)
+    total_lse = lse.squeeze(-1) + offset
+    if losses is not None:
+        logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1) + offset
+        more = of_labels.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, logit)
+        losses = losses * weights.divergence + weighted(upstream, more)
+        if work.loss is not None:
+            work.loss.copy_(losses)
+        if work.total is not None:
+            work.total.copy_(losses.sum() * work.scale)
+    if d_teacher is None:
+        return wide, gathered, None
+    d_gathered = torch.nn.functional.pad(d_teacher[:, :k], (0, 2))
+    if at_teacher.size(-1) > k:  # the tail's, shared between the label and the others
+        d_gathered[:, k:] = d_teacher[:, k:] * (gathered[:, k:] - log_sum(gathered[:, k:])).nan_to_num().exp()
+    upstream = upstream * work.scale
+    factor = of_labels.mass_factor(problem, total_lse, labels) * upstream
+    d_gathered += factor.unsqueeze(-1) * (gathered - lse).nan_to_num().exp()
+    d_gathered[:, :-1] -= torch.where(at_label, (upstream * weights.label).unsqueeze(-1), 0.0)
+    return wide, gathered, d_gathered
 
 
 def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
@@ -340,18 +384,83 @@ autograd.differentiated(
 
 def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
+    has_tail = teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)
+    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, has_tail)
+    return _of_gathered(teacher, operands, gathered)
+
+
+def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tuple[Problem, Operands]:
+    """The same of what was gathered, with a tail where the target has one or is all that is summed."""
     form, target = teacher.problem.input.form, operands.target
+    row_weight = operands.row_weight
     if is_of_support(teacher.problem, teacher.has_tail):
-        whole: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, True)
-        values = at_support(whole, teacher.ids, form)
+        values = at_support(gathered, teacher.ids, form)
         small = at_ids(teacher.problem, "log_probs" if form == "logits" else form)
-        return small, Operands(values, target, *autograd.of_rows(operands))
-    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, teacher.has_tail)
+        return small, Operands(values, target, row_weight)
     if not teacher.has_tail:
         gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
-        return at_ids(teacher.problem), Operands(gathered, target, *autograd.of_rows(operands))
+        return at_ids(teacher.problem), Operands(gathered, target, row_weight)
     target = in_torch.without_rounding(gathered, target, teacher.negligible, teacher.problem)
-    return at_ids(teacher.problem, form), Operands(gathered, target, *autograd.of_rows(operands))
+    return at_ids(teacher.problem, form), Operands(gathered, target, row_weight)
+
+
+def mixed_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
+    """row_weight · loss of each row, of a loss that is more than a divergence; differentiable."""
+    problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
+    if problem.input.form != "logits":
+        rows = per_row(teacher, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
+        if labels is None:
+            return rows
+        tokens = problem.vocab or input.size(-1)
+        more = of_labels.of_masses(problem.weights, input, problem.input.form, labels, tokens)
+        return rows + weighted(more, row_weight)
+    wide = with_labels(teacher.ids, labels)
+    gathered: Tensor = GatherRows.apply(input, wide, problem, True)
+    if row_weight is not None:
+        gathered = torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)
+    small = _of_gathered(teacher, operands, without_label(teacher, gathered))
+    lse = log_sum(gathered).squeeze(-1)
+    logit = torch.where(is_label(wide, labels), gathered[..., :-1], 0.0).sum(-1)
+    offset = offset_of(problem, input, wide)
+    more = of_labels.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, logit)
+    return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
+
+
+def with_labels(ids: Tensor, labels: Tensor | None) -> Tensor:
+    """[..., k + 1]: each row's ids and its label, or -1 where it has none or that is among them."""
+    if labels is None:
+        return torch.cat([ids, torch.full_like(ids[..., :1], -1)], -1)
+    own = labels.unsqueeze(-1)
+    extra = torch.where((own < 0) | (ids == own).any(-1, keepdim=True), -1, own)
+    return torch.cat([ids, extra], -1)
+
+
+def is_label(wide: Tensor, labels: Tensor | None) -> Tensor:
+    """Which of these ids is the row's label."""
+    return torch.zeros_like(wide, dtype=torch.bool) if labels is None else (wide >= 0) & (wide == labels.unsqueeze(-1))
+
+
+def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
+    """As the teacher's ids alone would have been gathered: the label that is none of them is part of the tail."""
+    k = teacher.ids.size(-1)
+    if not (teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)):
+        return gathered[..., :k]
+    return torch.cat([gathered[..., :k], log_sum(gathered[..., k:])], -1)
+
+
+def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
+    """What gathered logits as they count are less than those of the row, where that is asked for."""
+    if not problem.weights.z or problem.input.softcap or problem.shard.group:
+        return 0.0
+    values = problem.narrow(input.detach())
+    largest = in_torch.reference(values, ids).squeeze(-1)
+    return largest.to(kept_dtype(values.dtype)) / problem.input.temperature
+
+
+def log_sum(values: Tensor) -> Tensor:
+    """Log-sum-exp of few, with a gradient of 0 where all are -inf."""
+    nothing = (values == -math.inf).all(-1, keepdim=True)
+    return torch.where(nothing, -math.inf, torch.where(nothing, 0.0, values).logsumexp(-1, keepdim=True))
 
 
 def gather_rows(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:

@@ -22,6 +22,7 @@ class Operands(NamedTuple):
     input: Tensor  # [..., vocab]
     target: Tensor  # [..., vocab]
     row_weight: Tensor | None = None  # [rows] or one number: multiplies a row's loss and gradients, or is its upstream
+    labels: Tensor | None = None  # [rows] int64: a token of the row, IGNORED, or negative: of another's slice
 
     @property
     def of_rows(self) -> tuple[Tensor | None, ...]:
@@ -57,6 +58,10 @@ class Rows(NamedTuple):
     @property
     def row_weight(self) -> Tensor | None:
         return self.operands.row_weight
+
+    @property
+    def labels(self) -> Tensor | None:
+        return self.operands.labels
 
     @property
     def first_tensor(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kullback.work import Operands, Rows
@@ -59,9 +59,12 @@ def table(names: Iterable[str]) -> Table:
     return scope["arguments"]
 
 
-def after_tensors(names: Iterable[str]) -> list[str]:
-    """Those that follow the tensors of a record `Rows`: these come first, in its order, and are passed as they are."""
-    tensors = ["x", "y", *Operands._fields[2:], *Rows._fields[FIRST_TENSOR:]]
+def after_tensors(names: Iterable[str], of_rows: Sequence[str] = Operands._fields[2:]) -> list[str]:
+    """Those that follow the tensors of a record `Rows`: these come first, in its order, and are passed as they are.
+
+    `of_rows`: which operands that have a number for each row a kernel takes.
+    """
+    tensors = ["x", "y", *of_rows, *Rows._fields[FIRST_TENSOR:]]
     names = list(names)
     if names[: len(tensors)] != tensors:
         raise ValueError(f"a kernel's arguments must begin with {', '.join(tensors)}; got {', '.join(names)}")

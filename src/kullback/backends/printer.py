@@ -11,7 +11,7 @@ from kullback.backends.lowering import lowered, slopes_of
 from kullback.divergences import DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
-from kullback.problem import Formula, formula, moments_of
+from kullback.problem import IGNORED, Formula, formula, moments_of
 from kullback.state import FAR_TILTED_LSE, Mode, RowState, RowStats, RowSums, fields
 from kullback.work import VERBS
 
@@ -101,7 +101,7 @@ INLINE Coefficients fast_coefficients(Row row, Parameters parameters)
 
 
 def print_layout(has_tilted_lse: bool = False) -> str:
-    """The fields of packed statistics, sums and states of rows in order, verbs, and the modes of a row."""
+    """The fields of packed statistics, sums and states of rows in order, verbs, modes, and what is no label."""
     layouts = {
         "STATS": fields(RowStats, has_tilted_lse),
         "SUMS": RowSums._fields,
@@ -113,7 +113,7 @@ def print_layout(has_tilted_lse: bool = False) -> str:
     ]
     modes = ", ".join(f"{mode.name} = {mode.value}" for mode in Mode)
     verbs = print_macros({f"VERB_{verb.upper()}": number for number, verb in enumerate(VERBS)})
-    return "".join(enums) + f"enum {{ {modes} }};\n" + verbs
+    return "".join(enums) + f"enum {{ {modes} }};\nenum {{ NO_LABEL = {IGNORED} }};\n" + verbs
 
 
 def ranges(form: str, target_form: str) -> dict[str, str]:

@@ -47,6 +47,8 @@ def why_not(work: Work) -> str | None:
     device = work.first_tensor.device
     if device.type != "cpu":
         return f"tensors are on {device.type}"
+    if isinstance(work, Rows) and work.problem.weights.smoothing:
+        return "smoothed labels have no C kernel"
     try:
         compiler()
     except BuildError as error:
@@ -137,7 +139,7 @@ def _rows(work: Rows) -> None:
         work.write_nothing()
         return
     rows, vocab = x.shape
-    weight = None if work.row_weight is None else work.row_weight.contiguous()
+    weight, labels = (None if t is None else t.contiguous() for t in work.operands.of_rows)
     strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, work.d_input, work.d_target)]
     elements = rows * vocab
     if _is_flat(work):
@@ -169,6 +171,7 @@ def _rows(work: Rows) -> None:
                 x=x.data_ptr(),
                 y=y.data_ptr(),
                 row_weight=address(weight),
+                labels=address(labels),
                 known=address(work.known),
                 found=address(work.found),
                 loss=address(work.loss),
@@ -188,6 +191,9 @@ def _rows(work: Rows) -> None:
                 input_softcap=problem.input.softcap,
                 target_softcap=problem.target.softcap,
                 parameter=problem.parameter,
+                divergence_weight=problem.weights.divergence,
+                label_weight=problem.weights.label,
+                z_weight=problem.weights.z,
                 verb=VERBS.index(work.verb),
                 threads=torch.get_num_threads(),
             )

@@ -30,6 +30,7 @@ typedef struct {
     const X *x;
     const Y *y;
     const WEIGHT *row_weight; /* [rows], or NULL: 1 */
+    const int64_t *labels;    /* [rows]: a token of the row, NO_LABEL, or negative: of another's slice; or NULL */
     const double *known;      /* [fields, rows]: of the statistics to accumulate with, of the state of a gradient */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or NULL */
     LOSS *loss;               /* [rows], or NULL */
@@ -39,6 +40,7 @@ typedef struct {
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
+    double divergence_weight, label_weight, z_weight; /* of what a row's loss is a sum of (labels.py) */
     int32_t verb, threads;
 } Arguments;
 
@@ -504,6 +506,37 @@ static void keep_state(const Arguments *a, int64_t r, const Found *found, double
 #endif
 }
 
+#if INPUT_IS_LOGITS
+/* A row's label: the logits there, read before gradients may take their place, as they count; else 0 */
+typedef struct { int64_t token; real x, y; } Label;
+
+static Label label_of(const Arguments *a, int64_t r, const X *x, const Y *y, int64_t n, Softcaps softcaps)
+{
+    Label label = { a->labels ? a->labels[r] : -1, 0, 0 };
+    (void)softcaps;
+    if (label.token >= n)
+        label.token = -1;
+    if (label.token >= 0) {
+        label.x = COUNTED_X(LOAD_X(x[label.token]));
+        label.y = COUNTED_Y(LOAD_Y(y[label.token]));
+    }
+    return label;
+}
+
+/* What the row loses beside its divergence, and what of that multiplies q in the gradient */
+static double labelled_loss(const Arguments *a, Label label, double lse)
+{
+    if (label.token == NO_LABEL)
+        return 0;
+    const double of_label = a->label_weight ? a->label_weight * (lse - (double)label.x * (double)(real)(1 / a->input_temperature)) : 0;
+    return of_label + (a->z_weight ? a->z_weight * lse * lse : 0);
+}
+static double mass_factor(const Arguments *a, Label label, double lse)
+{
+    return label.token == NO_LABEL ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
+}
+#endif
+
 static void clear(const Arguments *a, int64_t r, int64_t n)
 {
     (void)n;
@@ -544,6 +577,9 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     const int has_state = a->verb == VERB_GRADIENT && a->known;
     double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
     (void)d_input, (void)d_target, (void)d_loss;
+#if INPUT_IS_LOGITS
+    const Label label = label_of(a, r, x, y, n, softcaps);
+#endif
 #if HAS_LOGITS
     if (has_state) {
         found.input = softmax_of(known(a, STATE_INPUT_LSE, r), a->input_temperature);
@@ -591,10 +627,20 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         const Finish done = finish(found.sums.term, found.tilted_lse, parameters);
         loss = weight * done.loss;
         d_loss = done.derivative;
+#if INPUT_IS_LOGITS
+        loss = weight * (a->divergence_weight * done.loss + labelled_loss(a, label, lse(found.input)));
+#endif
     }
 #if WANT_GRADIENT
     if (!ONE_SWEEP || has_state) {
-        const real grad_out = (real)(weight * a->scale * d_loss);
+        double upstream = weight * a->scale * d_loss;
+#if INPUT_IS_LOGITS
+        const double factor = mass_factor(a, label, lse(found.input));
+        if (factor != 0)
+            row.input_grad_sum = (real)(found.sums.d_log_q - factor / (a->divergence_weight * d_loss));
+        upstream *= a->divergence_weight;
+#endif
+        const real grad_out = (real)upstream;
 #if KEEPS_SLOPES
         if (found.mode == FAST && found.has_slopes)
             gradient_of_slopes(x, d_input, n, row, softcaps, grad_out);
@@ -606,6 +652,13 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         else
 #endif
             gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+#if INPUT_IS_LOGITS && WANT_INPUT
+        if (label.token >= 0 && a->label_weight != 0) {
+            const real of_row = safe_element(label.x, label.y, row, parameters).input * grad_out;
+            const real slope = row.input_inv_temperature * (INPUT_IS_CAPPED ? softcap_grad(label.x, softcaps.input) : 1);
+            d_input[label.token] = STORE_DX((of_row - (real)(weight * a->scale * a->label_weight)) * slope);
+        }
+#endif
     }
 #endif
     if (a->loss)

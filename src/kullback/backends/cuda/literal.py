@@ -17,7 +17,7 @@ from kullback.state import RowState
 from kullback.work import Rows, Verb
 
 PARAMETERS = parameters(text(HERE / "literal.cuh"), "kullback_literal")
-Sizes = table(after_tensors(PARAMETERS))
+Sizes = table(after_tensors(PARAMETERS, ("row_weight",)))
 D_LOSS = RowState._fields.index("d_loss")
 
 
@@ -69,7 +69,7 @@ def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launche
 
 
 def run(work: Rows) -> None:
-    problem, (x, y, weight), verb, scale, *others = work
+    problem, (x, y, weight, _), verb, scale, *others = work
     known, found, loss, total, d_input, d_target = others
     if found is not None and verb == "loss" and problem.formula.finish_is_linear:
         found.zero_()  # the same state for all rows: the kernel writes none

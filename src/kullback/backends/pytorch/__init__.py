@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kullback import labels as of_rows
 from kullback.backends.pytorch import topk
-from kullback.backends.pytorch.piece import Piece
+from kullback.backends.pytorch.piece import Piece, capped, inverse_temperature
 from kullback.problem import Problem, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Gather, Rows, Scale, Scatter, Work
@@ -45,6 +46,7 @@ def _rows(work: Rows) -> None:
     needs_sums = is_whole and (work.has_outputs or problem.has_logits or not problem.formula.finish_is_linear)
     is_linear, one = problem.formula.finish_is_linear, x.new_ones((), dtype=accumulator(x))
     found: list[tuple[RowStats, RowSums]] = []
+    of_labels: list[tuple[Tensor, Tensor]] = []
     for part in _parts(x.size(0), max(1, _chunk(x) // max(1, x.size(1)))):
         chunk = Chunk(problem, x[part], work.target[part], is_whole)
         known = None if work.known is None else work.known[:, part]
@@ -55,6 +57,9 @@ def _rows(work: Rows) -> None:
             _keep(work.found, part, chunk.accumulate(unpacked(RowStats, known)))
             continue
         state = None if known is None else unpacked(RowState, known)
+        labels = None if work.labels is None else work.labels[part]
+        if problem.is_mixed and needs_sums:
+            of_labels.append(chunk.expected(labels))  # before gradients take their place
         if needs_sums:
             stats, sums = chunk.sums()
             found.append((stats, sums))
@@ -62,21 +67,32 @@ def _rows(work: Rows) -> None:
             state = state_of(stats, sums, one.expand_as(sums.term)) if is_linear else finish(problem, stats, sums)[1]
         if any(work.wants):
             weight = None if work.row_weight is None else work.row_weight[part]
-            grad_out: Tensor | float = work.scale if weight is None else weight * work.scale
+            scale = work.scale * problem.weights.divergence
+            grad_out: Tensor | float = scale if weight is None else weight * scale
             if state is not None and not is_linear:
-                grad_out = weighted(state.d_loss * work.scale, weight)
-            chunk.write(work, part, state, grad_out, skips=weight is not None)
+                grad_out = weighted(state.d_loss * scale, weight)
+            upstream = None
+            if problem.is_mixed and state is not None:
+                sum_q = of_rows.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, labels)
+                state = state._replace(d_log_q=sum_q)
+                upstream = weighted(torch.full_like(sum_q, work.scale), weight)
+            chunk.write(work, part, state, grad_out, skips=weight is not None, upstream=upstream)
     if needs_sums:
-        _finish(work, found)
+        _finish(work, found, of_labels)
 
 
-def _finish(work: Rows, found: Sequence[tuple[RowStats, RowSums]]) -> None:
+def _finish(
+    work: Rows, found: Sequence[tuple[RowStats, RowSums]], of_labels: Sequence[tuple[Tensor, Tensor]] = ()
+) -> None:
     """Of all rows: losses, their sum, and states."""
     if not found:
         work.write_nothing()
         return
     stats, sums = zip(*found, strict=True)
     loss, state = finish(work.problem, RowStats._make(_joined(stats)), RowSums._make(_joined(sums)))
+    if of_labels:
+        expected = (torch.cat(numbers) for numbers in zip(*of_labels, strict=True))
+        loss = of_rows.losses(work.problem, loss, state.input_lse, work.labels, *expected)
     loss = weighted(loss, work.row_weight)
     if work.loss is not None:
         work.loss.copy_(loss)
@@ -133,11 +149,47 @@ class Chunk:
         stats = self.statistics(self.problem.has_moments)
         return stats, sums_of(stats) if self.problem.has_moments else self.accumulate(stats)
 
-    def write(self, work: Rows, rows: slice, state: RowState | None, grad_out: Tensor | float, skips: bool) -> None:
-        """Fill these rows of the wanted gradients; a row of grad_out 0 gets zeros, whatever it holds."""
+    def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
+        nothing = self.x.new_zeros(self.x.size(0), dtype=accumulator(self.x))
+        logit = nothing if labels is None else label_logits(self.problem, self.x, labels)
+        if not self.problem.weights.smoothing:
+            return logit, nothing
+        side = self.problem.input
+        sums = (capped(self.x[:, part].to(nothing.dtype), side.softcap).sum(-1) for part in self.slices)
+        return logit, sum(sums, nothing) / (side.temperature * max(1, self.x.size(1)))
+
+    def write(
+        self,
+        work: Rows,
+        rows: slice,
+        state: RowState | None,
+        grad_out: Tensor | float,
+        skips: bool,
+        upstream: Tensor | None,
+    ) -> None:
+        """Fill these rows of the wanted gradients; a row of grad_out 0 gets zeros, whatever it holds.
+
+        `upstream`: of the losses of rows that are more than divergences.
+        """
+        labels, tokens = None if work.labels is None else work.labels[rows], self.x.size(1)
         for piece, part in zip(self.pieces(), self.slices, strict=True):
             outputs = [None if d is None else d[rows, part] for d in (work.d_input, work.d_target)]
-            piece.write(outputs, state, grad_out, skips)
+            marks = None
+            if upstream is not None and self.problem.weights.label:
+                width = part.stop - part.start
+                marks = of_rows.marks(self.problem, labels, upstream, tokens, part.start, width)
+            piece.write(outputs, state, grad_out, skips, marks)
+
+
+def label_logits(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
+    """Of rows [rows, vocab] of logits, as they count; 0 where there is none here."""
+    side = problem.input
+    if not x.size(1):
+        return x.new_zeros(x.size(0), dtype=accumulator(x))
+    own = x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(accumulator(x))
+    scale = inverse_temperature(side, x.dtype == torch.float64)
+    return torch.where(labels < 0, 0.0, capped(own, side.softcap) * scale)
 
 
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:

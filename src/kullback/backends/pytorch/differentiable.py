@@ -10,6 +10,7 @@ from torch import Tensor
 from kullback.backends.pytorch.piece import capped, log_sum_exp, softcap_grad
 from kullback.forms import SIDES
 from kullback.formula import TENSOR, Value
+from kullback.labels import marks, shifted
 from kullback.problem import Problem, accumulator
 from kullback.state import far_tilted_lse
 from kullback.work import Operands
@@ -44,7 +45,7 @@ def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool,
 
     Rows are [..., vocab]; the weight is the upstream gradient. For double backward.
     """
-    x, y, grad_out = operands
+    x, y, grad_out, labels = operands
     assert grad_out is not None
     wide = accumulator(x) if problem.has_logits else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), wide)
@@ -77,18 +78,27 @@ def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool,
         tilted_lse = far_tilted_lse(log_sum_exp(log_tilted))
         variables["tilted_lse"] = tilted_lse.unsqueeze(-1)
     sums = problem.program("term", "d_log_p", "d_log_q").run(variables, STOPPED_BY_ZERO)
-    variables["input_grad_sum"] = sums["d_log_q"].sum(-1, keepdim=True)
+    sum_q = sums["d_log_q"].sum(-1)
     variables["target_grad_sum"] = sums["d_log_p"].sum(-1, keepdim=True)
     total = {"total": sums["term"].sum(-1), "tilted_lse": tilted_lse}
     d_loss = problem.formula.finish.run({**total, **problem.parameters})["derivative"]
-    upstream = (grad_out.to(dtype) * d_loss).unsqueeze(-1)
+    if problem.is_mixed:
+        sum_q = shifted(problem, sum_q, torch.as_tensor(d_loss), lse["input"].squeeze(-1), labels)
+    variables["input_grad_sum"] = sum_q.unsqueeze(-1)
+    grad_out = grad_out.to(dtype)
+    upstream = (grad_out * (d_loss * problem.weights.divergence)).unsqueeze(-1)
     names = [name for name, wanted in zip(SIDES, wants, strict=True) if wanted]
     results = problem.program(*names).run(variables, STOPPED_BY_ZERO)
     gradients = []
     for name, tensor, side in zip(SIDES, (x, y), problem.sides, strict=True):
         if name in results:
             inverse = 1 / side.temperature if side.form == "logits" else 1.0
-            gradient = results[name] * (upstream * inverse) * softcap_grad(values[name], side.softcap)
+            gradient = results[name] * upstream
+            if name == "input" and problem.weights.label:
+                tokens = gradient.size(-1)
+                rest = marks(problem, labels, grad_out.expand(gradient.shape[:-1]), tokens, 0, tokens)
+                gradient = gradient + rest.take_off(torch.zeros_like(gradient))
+            gradient = gradient * inverse * softcap_grad(values[name], side.softcap)
             padding = tensor.size(-1) - gradient.size(-1)
             gradients.append(torch.nn.functional.pad(gradient, (0, padding)).to(tensor.dtype))
     return tuple(gradients)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kullback.backends.pytorch.programs import OPERATIONS, Way, program, traits
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
+from kullback.labels import Marks
 from kullback.problem import Problem, Side, accumulator, has_corner
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
@@ -200,7 +201,12 @@ class Piece:
         return stats, sums if self.way is way else self._sums(self.way)
 
     def write(
-        self, outputs: Sequence[Tensor | None], state: RowState | None, grad_out: Tensor | float, skips: bool
+        self,
+        outputs: Sequence[Tensor | None],
+        state: RowState | None,
+        grad_out: Tensor | float,
+        skips: bool,
+        marks: Marks | None = None,
     ) -> None:
         """Fill the wanted gradients. `skips`: whether rows of grad_out 0 are not to be read."""
         if self.way is Way.FAST and state is not None:
@@ -211,16 +217,21 @@ class Piece:
                 found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
                 upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
                 known = RowState._make(number[rest] for number in state)
-                self.of_rows(rest).write(found, known, upstream, skips)
-                self._write(outputs, state, grad_out, skips)
+                self.of_rows(rest).write(found, known, upstream, skips, None if marks is None else marks.of_rows(rest))
+                self._write(outputs, state, grad_out, skips, marks)
                 for out, others in zip(outputs, found, strict=True):
                     if out is not None and others is not None:
                         out[rest] = others
                 return
-        self._write(outputs, state, grad_out, skips)
+        self._write(outputs, state, grad_out, skips, marks)
 
     def _write(
-        self, outputs: Sequence[Tensor | None], state: RowState | None, grad_out: Tensor | float, skips: bool
+        self,
+        outputs: Sequence[Tensor | None],
+        state: RowState | None,
+        grad_out: Tensor | float,
+        skips: bool,
+        marks: Marks | None,
     ) -> None:
         if self.problem.has_logits and state is not None:
             self.normalise(state)
@@ -232,12 +243,14 @@ class Piece:
         column = self.elements.column(grad_out) if isinstance(grad_out, Tensor) else grad_out
         for name, side, out in zip(SIDES, self.problem.sides, outputs, strict=True):
             if out is not None:
-                result = results[name]
+                result, factor = results[name], column
+                if marks is not None and name == "input":
+                    result, factor = marks.take_off(result * column), 1.0
                 if side.softcap:
                     result = result * softcap_grad(self.values[name], side.softcap)
                 if skips and isinstance(column, Tensor) and self.way in (Way.EXACT, Way.PARTIALS):
                     result = torch.where(column == 0, 0, result)
-                torch.mul(result, column * self.elements.scales[name], out=out)
+                torch.mul(result, factor * self.elements.scales[name], out=out)
 
     def run(self, outputs: Sequence[str], way: Way) -> dict[str, Tensor]:
         problem = self.problem

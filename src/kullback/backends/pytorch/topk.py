@@ -107,14 +107,14 @@ def _counted(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
         return values
     if side.softcap:
         return side.softcap * torch.tanh(values / side.softcap) / side.temperature
-    return (values - _reference(values, ids)) / side.temperature
+    return (values - reference(values, ids)) / side.temperature
 
 
-def _reference(values: Tensor, ids: Tensor) -> Tensor:
+def reference(values: Tensor, ids: Tensor) -> Tensor:
     """The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail."""
-    if ids.size(1) == 0:
-        return values.new_zeros((values.size(0), 1))
-    largest = values.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(1, keepdim=True)
+    if ids.size(-1) == 0:
+        return torch.zeros_like(values[..., :1])
+    largest = values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(-1, keepdim=True)
     return torch.where(largest.isfinite(), largest, 0.0)
 
 

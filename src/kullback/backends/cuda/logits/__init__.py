@@ -45,6 +45,7 @@ class Variant(NamedTuple):
     has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
+    mixed: bool = False  # whether a row's loss is more than its divergence
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -63,6 +64,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "TARGET_IS_LOGITS": forms[1] == "logits",
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
+        "IS_MIXED": variant.mixed,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
@@ -98,19 +100,21 @@ def why_not(work: Rows) -> str | None:
     x, y = work.operands[:2]
     if x.dtype is torch.float64 or y.dtype is torch.float64:
         return "logits in float64 have no CUDA kernel"
+    if work.problem.weights.smoothing:
+        return "smoothed labels have no CUDA kernel"
     if x.numel() > 1 << 30 and max(x.shape) > 1 << 30:
         return f"{list(x.shape)} has a side longer than 2**30"
     return None
 
 
 def run(work: Rows) -> None:
-    problem, (x, y, weight), verb, scale, *others = work
+    problem, (x, y, *of_rows), verb, scale, *others = work
     known, found, loss, total, d_input, d_target = others
     rows, vocab = x.shape
     index = x.get_device()
-    weight = None if weight is None else weight.contiguous()
+    weight, labels = (None if t is None else t.contiguous() for t in of_rows)
     output = total if loss is None else loss
-    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others)]
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, labels, *others)]
     strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
     dtypes = x.dtype, y.dtype, (x if d_input is None else d_input).dtype, (y if d_target is None else d_target).dtype
     is_streamed = known is not None
@@ -166,12 +170,16 @@ def _prepared(
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
-    variant = Variant(kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped)
+    is_mixed = problem.is_mixed and verb in ("loss", "gradient")
+    variant = Variant(kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped, is_mixed)
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
         target_inv_temperature=1 / problem.target.temperature,
         input_softcap=problem.input.softcap,
         target_softcap=problem.target.softcap,
+        divergence_weight=problem.weights.divergence,
+        label_weight=problem.weights.label,
+        z_weight=problem.weights.z,
         parameters=problem.parameter,
         **{f"series_{i}": factors for i, factors in enumerate(_packed(problem))},
         stages=placed.stages,

@@ -11,6 +11,7 @@ struct Operands {
     const X *x;
     const Y *y;
     const WEIGHT *row_weight; /* [rows], or 0: 1 */
+    const long long *labels;  /* [rows]: a token of the row, NO_LABEL, or negative: of another's slice; or 0 */
     const double *known;      /* [fields, rows]: statistics to accumulate with, or the state of a gradient; or 0 */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
     LOSS *loss;               /* [rows], or 0 */
@@ -28,6 +29,7 @@ struct Operands {
 struct Setup {
     float input_inv_temperature, target_inv_temperature;
     float input_softcap, target_softcap;
+    float divergence_weight, label_weight, z_weight; /* of what a row's loss is a sum of (labels.py) */
     Parameters parameters;
     long long series[SERIES_TERMS]; /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
     int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
@@ -51,6 +53,9 @@ INLINE float difference_factor(const Arguments &a, int power)
 /* What an element of the input counts as, and of the target */
 INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? softcapped(x, a.input_softcap) : x; }
 INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? softcapped(y, a.target_softcap) : y; }
+
+/* What a row's divergence counts in its loss */
+INLINE double divergence_weight(const Arguments &a) { return IS_MIXED ? (double)a.divergence_weight : 1; }
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.row_weight ? (double)a.row_weight[r] : 1; }
 

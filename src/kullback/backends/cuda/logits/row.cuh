@@ -5,6 +5,7 @@
    in the safe mode. Gradients are written in the mode of the sums. */
 #pragma once
 
+#include "cuda/logits/labels.cuh"
 #include "cuda/logits/series.cuh"
 
 namespace kullback {
@@ -388,17 +389,25 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
 INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
 {
     const Slice slice = slice_of(a, r, cta_rank());
+#if IS_MIXED
+    read_label(slice, group);
+#endif
     Found found = sum_row(slice, pipeline, group);
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
-        const GradOut grad_out(a, WANT_GRADIENT ? (float)(weight_of(a, r) * a.scale * d_loss) : 0);
+        const double upstream = WANT_GRADIENT ? weight_of(a, r) * a.scale : 0;
+        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * d_loss));
+#if IS_MIXED
+        if (WANT_GRADIENT)
+            found.sums = mixed_sums(slice, group, found.stats, found.sums, input_lse(a, found.stats), d_loss, upstream);
+#endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
             term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         if (found.mode == FAST)
             term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
-#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !IS_MIXED
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy);
             if (threadIdx.x % WARP == 0)
@@ -424,21 +433,34 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (!KNOWN && group.thread == 0 && cta_rank() == 0) {
-        const double loss = weight * done.loss;
+        double loss = weight * divergence_weight(a) * done.loss;
+#if IS_MIXED
+        loss += weight * labelled_loss(a, r, input_lse(a, found.stats));
+#endif
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
-    if (found.lacks_term)
-        return; /* what was to be written is, and the row is released */
+    if (found.lacks_term) { /* what was to be written is, and the row is released */
+#if IS_MIXED
+        write_label(slice, group);
+#endif
+        return;
+    }
     if (WANT_GRADIENT) {
-        const GradOut grad_out(a, (float)(weight * a.scale * done.derivative));
+        const GradOut grad_out(a, (float)(weight * a.scale * divergence_weight(a) * done.derivative));
+#if IS_MIXED
+        found.sums = mixed_sums(slice, group, found.stats, found.sums, input_lse(a, found.stats), done.derivative, weight * a.scale);
+#endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);
         else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
             write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);
+#if IS_MIXED
+        write_label(slice, group);
+#endif
     } else {
         release_row(slice, pipeline, group);
     }

@@ -1,0 +1,97 @@
+"""What a row of logits has to lose beside its divergence: its label's cross-entropy, and its log-sum-exp's square.
+
+    loss       w_d·D + w_l·(lse - (1 - ε)·x_label - ε·mean x) + w_z·lse²
+    gradient   w_d·dD/dx + (w_l + 2·w_z·lse)·q - w_l·((1 - ε)·[label] + ε/tokens)
+
+The w are the problem's weights and ε is its smoothing; x are logits as they count. A divergence's gradient is that of
+its masses' logarithms less q times their sum, so what multiplies q is taken off that sum: no pass over a row is added.
+A row whose label is IGNORED has its divergence alone. Kernels do the same (c/rows.c, cuda/logits/labels.cuh).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback.problem import IGNORED, Problem, Weights, kept_dtype
+
+
+def counts(labels: Tensor | None, like: Tensor) -> Tensor:
+    """Which rows have more than their divergence: all, where there are no labels."""
+    return torch.ones_like(like, dtype=torch.bool) if labels is None else labels != IGNORED
+
+
+def losses(
+    problem: Problem, divergence: Tensor, lse: Tensor, labels: Tensor | None, logit: Tensor, mean: Tensor
+) -> Tensor:
+    """Of rows: of the logit of each one's label, and of the mean of its logits."""
+    weights = problem.weights
+    more = weights.z * lse.square() if weights.z else torch.zeros_like(lse)
+    if weights.label:
+        smooth = weights.smoothing
+        expected = logit if not smooth else (1 - smooth) * logit + smooth * mean
+        more = more + weights.label * (lse - expected)
+    return weights.divergence * divergence + torch.where(counts(labels, lse), more, 0.0)
+
+
+def mass_factor(problem: Problem, lse: Tensor, labels: Tensor | None) -> Tensor:
+    """Of rows, what multiplies q in the gradient."""
+    weights = problem.weights
+    return torch.where(counts(labels, lse), weights.label + 2 * weights.z * lse, 0.0)
+
+
+def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
+    """Where labels stand in a slice of the vocabulary; -1 of those that others have."""
+    here = labels - first_token
+    return torch.where(labels == IGNORED, IGNORED, torch.where((here >= 0) & (here < width), here, -1))
+
+
+def of_masses(weights: Weights, input: Tensor, form: str, labels: Tensor, tokens: int) -> Tensor:
+    """Of rows of probabilities or their logarithms, taken as they are: what labels add to losses, differentiable."""
+    has_label = counts(labels, labels)
+    own = input.gather(-1, torch.where(has_label, labels, 0).unsqueeze(-1)).squeeze(-1)
+    own = torch.where(has_label, own.to(kept_dtype(own.dtype)), 1.0)
+    log_q = own.log() if form == "probs" else own
+    if weights.smoothing:
+        values = input[..., :tokens].to(own.dtype)
+        mean = (values.log() if form == "probs" else values).mean(-1)
+        log_q = (1 - weights.smoothing) * log_q + weights.smoothing * torch.where(has_label, mean, 0.0)
+    return torch.where(has_label, -weights.label * log_q, 0.0)
+
+
+def shifted(problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:
+    """A row's Σ d_log_q with which the divergence's gradient, times its weight, has the factor in it."""
+    factor = mass_factor(problem, lse, labels)
+    return d_log_q - torch.where(factor == 0, 0.0, factor / (problem.weights.divergence * d_loss))
+
+
+class Marks(NamedTuple):
+    """What is taken off a gradient of logits as they count, of rows' tokens."""
+
+    columns: Tensor  # [rows]: of labels, of whatever column where there is none here
+    at_label: Tensor  # [rows]: 0 where there is none here
+    everywhere: Tensor | None  # [rows]: with smoothing
+
+    def take_off(self, gradient: Tensor) -> Tensor:
+        """In place."""
+        if self.everywhere is not None:
+            gradient.sub_(self.everywhere.to(gradient.dtype).unsqueeze(-1))
+        if not gradient.size(-1):
+            return gradient
+        return gradient.scatter_add_(-1, self.columns.unsqueeze(-1), -self.at_label.to(gradient.dtype).unsqueeze(-1))
+
+    def of_rows(self, rows: Tensor) -> Marks:
+        everywhere = None if self.everywhere is None else self.everywhere[rows]
+        return Marks(self.columns[rows], self.at_label[rows], everywhere)
+
+
+def marks(problem: Problem, labels: Tensor | None, upstream: Tensor, tokens: int, first: int, width: int) -> Marks:
+    """Of so many columns from the first on, of rows of so many tokens. `upstream`: of rows' losses."""
+    smooth, weight = problem.weights.smoothing, upstream * problem.weights.label
+    weight = torch.where(counts(labels, upstream), weight, 0.0)
+    here = labels - first if labels is not None else torch.full_like(upstream, -1, dtype=torch.int64)
+    is_here = (here >= 0) & (here < width)
+    at_label = torch.where(is_here, weight * (1 - smooth), 0.0)
+    return Marks(torch.where(is_here, here, 0), at_label, weight * (smooth / tokens) if smooth else None)

@@ -1,0 +1,363 @@
+"""Hard labels and z-loss in a divergence's pass: each backend, form, kind and dtype against float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kullback
+from tests import emulation, kinds, oracle, samples
+from tests.kinds import KINDS
+from tests.samples import apart, at, dead, equal, far, sample
+from tests.tolerances import BF16_GRADIENT, FLOAT_GRADIENT, LOSS, gradient, relative_error
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+EVERY = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
+WEIGHTS = {"divergence_weight": 0.7, "label_weight": 0.3, "z_weight": 1e-3}
+
+
+def truth_of(x, y, labels, kind, weights, row_weight=None, **options):
+    """Losses of rows, and their sum's gradients."""
+    leaves = [t.detach().cpu().double().requires_grad_() for t in (x, y)]
+    losses = oracle.divergence(*leaves, kind, **options, **kinds.parameters(kind))
+    named = {name.removesuffix("_weight").removeprefix("label_"): value for name, value in weights.items()}
+    losses = oracle.labelled(losses, leaves[0], labels.cpu(), **named, temperature=options.get("temperature", 1.0))
+    losses = losses if row_weight is None else losses * row_weight.cpu()
+    return losses.detach(), torch.autograd.grad(losses.sum(), leaves)
+
+
+def rows_of(generator, vocab, dtype):
+    """Far, near, close, equal, one that does not count, and the first token's; and their labels."""
+    rows = samples.batch(
+        generator,
+        vocab,
+        dtype,
+        far=far(2.0),
+        apart=apart(1.0),
+        near=apart(0.1),
+        close=apart(1e-2),
+        equal=equal,
+        unlabelled=apart(0.5),
+        dead=dead,
+        sure=at(apart(1.0), x={3: 20.0}, y={3: 19.0}),
+    )
+    labels = torch.tensor([0, vocab - 1, vocab // 2, 7, 9, -100, 1, 3])
+    return rows, labels
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("kind", "dtype", "vocab"),
+    [
+        (kind, dtype, vocab)
+        for i, kind in enumerate(KINDS)
+        for j, (dtype, vocab) in enumerate([(torch.float32, 2503), (torch.bfloat16, 61)])
+        if i % 2 == j or kind in ("kl", "jensen_shannon")
+    ],
+)
+def test_every_kind(backend, device, generator, kind, dtype, vocab):
+    rows, labels = rows_of(generator, vocab, dtype)
+    weight = rows.weight(far=2.0, dead=0.0)
+    counts = weight != 0
+    truth, expected = truth_of(rows.x[counts], rows.y[counts], labels[counts], kind, WEIGHTS, weight[counts])
+    for reduction in ("sum", "none"):
+        ours = [t.to(device, copy=True).requires_grad_() for t in (rows.x, rows.y)]
+        loss = kullback.divergence(
+            *ours,
+            kind,
+            labels=labels.to(device),
+            row_weight=weight.to(device),
+            reduction=reduction,
+            **WEIGHTS,
+            **kinds.parameters(kind),
+        )
+        assert relative_error(loss.sum(), truth.sum()) < LOSS
+        if reduction == "none":
+            torch.testing.assert_close(loss.cpu().double()[counts], truth, rtol=1e-5, atol=1e-6)
+        for mine, other in zip(torch.autograd.grad(loss.sum(), ours), expected, strict=True):
+            assert relative_error(mine.cpu()[counts], other) < (1e-5 if dtype == torch.float32 else BF16_GRADIENT)
+            assert mine.cpu()[~counts].count_nonzero() == 0
+
+
+@EVERY
+def test_of_a_sure_and_right_student_little_is_left(backend, device, generator):
+    """The label's gradient is q - 1, which rounding q to 16 bits before would lose."""
+    x = sample("logits", (4, 1000), generator, torch.float32)
+    x[:, 5] = torch.tensor([8.0, 10.0, 12.0, 14.0])
+    x = x.bfloat16()
+    labels = torch.full((4,), 5)
+    truth, (expected, _) = truth_of(x, x, labels, "kl", {})
+    ours = x.to(device, copy=True).requires_grad_()
+    loss = kullback.divergence(ours, x.to(device), labels=labels.to(device), reduction="sum")
+    assert relative_error(loss, truth.sum()) < 1e-5
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine[:, 5].cpu(), expected[:, 5]) < gradient(torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "vocab", "dtype"),
+    [("kl", 13341, torch.bfloat16), ("jensen_shannon", 9001, torch.bfloat16), ("total_variation", 9001, torch.float32)],
+)
+def test_rows_on_chip(backend, generator, monkeypatch, kind, vocab, dtype):
+    """Labels of each block of a cluster, and of ends outside vectors."""
+    emulation.on_chip(monkeypatch)
+    rows, labels = rows_of(generator, vocab, dtype)
+    for step in (0, 1201, 4001):
+        moved = torch.where(labels < 0, labels, (labels + step) % vocab)
+        counts = rows.weight(dead=0.0) != 0
+        truth, (expected, _) = truth_of(rows.x[counts], rows.y[counts], moved[counts], kind, WEIGHTS)
+        x = rows.x.clone().requires_grad_()
+        loss = kullback.divergence(
+            x, rows.y, kind, labels=moved, row_weight=counts, reduction="sum", **WEIGHTS, **kinds.parameters(kind)
+        )
+        assert relative_error(loss, truth.sum()) < LOSS
+        (mine,) = torch.autograd.grad(loss, x)
+        assert relative_error(mine[counts], expected) < (FLOAT_GRADIENT if dtype == torch.float32 else BF16_GRADIENT)
+
+
+@EVERY
+@pytest.mark.parametrize("inplace", [False, True])
+def test_temperature_scale_cap_padding_and_the_logits_place(backend, device, generator, inplace):
+    x, y = (sample("logits", (6, 70), generator, torch.float32) for _ in range(2))
+    labels = torch.tensor([0, 60, 30, -100, 5, 17])
+    leaf = x.double().requires_grad_()
+    counted = 3 * torch.tanh(1.5 * leaf[:, :61] / 3)
+    losses = oracle.divergence(counted / 2, y[:, :61].double(), "kl")
+    truth = oracle.labelled(losses, counted, labels, 0.7, 0.3, 1e-3, temperature=2.0).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    loss = kullback.divergence(
+        ours * 1.0 if inplace else ours,
+        y.to(device),
+        labels=labels.to(device),
+        **WEIGHTS,
+        temperature=2.0,
+        target_temperature=1.0,
+        logit_scale=1.5,
+        target_logit_scale=1.0,
+        softcap=3.0,
+        valid_vocab=61,
+        reduction="sum",
+        inplace=inplace,
+    )
+    assert relative_error(loss, truth) < 3e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("form", "target_form"), [("logits", "probs"), ("log_probs", "log_probs"), ("probs", "logits")]
+)
+def test_forms(backend, device, generator, form, target_form):
+    x, y = (sample(f, (5, 40), generator, torch.float32) for f in (form, target_form))
+    labels = torch.tensor([0, 39, 30, -100, 5])
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0])
+    leaf = x.double().requires_grad_()
+    log_q = {"logits": leaf.log_softmax(-1), "log_probs": leaf, "probs": leaf.log()}[form]
+    own = torch.where(labels < 0, 0.0, -log_q.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1))
+    truth = (weight * (oracle.divergence(leaf, y, "kl", form, target_form) + 0.4 * own)).sum() / weight.sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    loss = kullback.divergence(
+        ours,
+        y.to(device),
+        form=form,
+        target_form=target_form,
+        labels=labels.to(device),
+        label_weight=0.4,
+        row_weight=weight.to(device),
+    )
+    assert relative_error(loss, truth) < 3e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+
+
+@EVERY
+def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator):
+    x = sample("logits", (3, 4, 77), generator, torch.float32).to(device)
+    labels = torch.randint(0, 77, (3, 4), generator=generator).to(device)
+    labels[1, 2] = -100
+    for temperature in (1.0, 2.0):
+        leaf, ours = x.double().requires_grad_(), x.clone().requires_grad_()
+        truth = F.cross_entropy(leaf.flatten(0, 1) / temperature, labels.flatten(), reduction="none")
+        options = {"labels": labels, "temperature": temperature}
+        rows = kullback.divergence(x, None, **options, reduction="none")
+        assert relative_error(rows.flatten(), truth) < 1e-6
+        total = kullback.divergence(ours, None, **options)
+        truth = truth.sum() / truth.numel()
+        assert relative_error(total, truth) < 1e-6
+        mine, theirs = torch.autograd.grad(total, ours), torch.autograd.grad(truth, leaf)
+        assert relative_error(mine[0], theirs[0]) < 3e-6
+        assert mine[0][1, 2].count_nonzero() == 0
+
+
+@EVERY
+def test_z_loss_alone_and_without_labels(backend, device, generator):
+    x, y = (sample("logits", (4, 90), generator, torch.float32) for _ in range(2))
+    leaf = x.double().requires_grad_()
+    truth = oracle.labelled(oracle.divergence(leaf, y, "kl"), leaf, None, z=0.01).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    loss = kullback.divergence(ours, y.to(device), z_weight=0.01, reduction="sum")
+    assert relative_error(loss, truth) < 1e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+
+
+@EVERY
+def test_a_masked_label_costs_infinitely_much(backend, device):
+    x, y = torch.zeros(2, 50), torch.zeros(2, 50)
+    x[0, 7] = y[0, 7] = -math.inf
+    losses = kullback.divergence(
+        x.to(device), y.to(device), labels=torch.tensor([7, 7], device=device), reduction="none"
+    )
+    assert losses.isinf().tolist() == [True, False]
+
+
+def test_smoothing(backend, device, generator):
+    x, y = (sample("logits", (5, 300), generator, torch.float32) for _ in range(2))
+    labels = torch.tensor([0, 299, 30, -100, 5])
+    leaf = x.double().requires_grad_()
+    truth = oracle.labelled(oracle.divergence(leaf, y, "reverse_kl"), leaf, labels, 0.5, 2.0, smoothing=0.2).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    if backend == "c":
+        with pytest.raises(RuntimeError, match="smoothed labels have no C kernel"):
+            kullback.divergence(ours, y, labels=labels, label_smoothing=0.2)
+        return
+    loss = kullback.divergence(
+        ours,
+        y.to(device),
+        "reverse_kl",
+        labels=labels.to(device),
+        divergence_weight=0.5,
+        label_weight=2.0,
+        label_smoothing=0.2,
+        reduction="sum",
+    )
+    assert relative_error(loss, truth) < 1e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+    alone = kullback.divergence(ours, None, labels=labels.to(device), label_smoothing=0.2, reduction="sum")
+    truth = F.cross_entropy(leaf, labels, reduction="sum", label_smoothing=0.2)
+    assert relative_error(alone, truth) < 1e-6
+    (mine,) = torch.autograd.grad(alone, ours)
+    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+
+
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "renyi"])
+def test_second_derivatives_and_transforms(generator, kind):
+    x, y = (sample("logits", (3, 6), generator, torch.float64) for _ in range(2))
+    labels = torch.tensor([0, 5, -100])
+    options = {"labels": labels, **WEIGHTS, "z_weight": 0.1, **kinds.parameters(kind)}
+
+    def loss(x, y):
+        return kullback.divergence(x, y, kind, reduction="sum", **options)
+
+    leaves = [t.clone().requires_grad_() for t in (x, y)]
+    assert torch.autograd.gradcheck(loss, leaves)
+    assert torch.autograd.gradgradcheck(loss, leaves)
+    by_autograd = torch.autograd.grad(loss(*leaves), leaves)
+    by_func = torch.func.grad(loss, argnums=(0, 1))(x, y)
+    for a, b in zip(by_autograd, by_func, strict=True):
+        torch.testing.assert_close(a, b)
+    each = torch.func.vmap(lambda x, y, label: kullback.divergence(x, y, kind, **{**options, "labels": label}))(
+        x, y, labels
+    )
+    torch.testing.assert_close(each, kullback.divergence(x, y, kind, reduction="none", **options))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled(generator):
+    x, y = (sample("logits", (4, 64), generator, torch.float32) for _ in range(2))
+    labels = torch.tensor([0, 63, -100, 5])
+
+    def loss(x, y, labels):
+        return kullback.divergence(x, y, labels=labels, **WEIGHTS)
+
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    a, b = torch.compile(loss, fullgraph=True, backend="aot_eager")(ours, y, labels), loss(theirs, y, labels)
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(torch.autograd.grad(value, leaf)[0] for value, leaf in ((a, ours), (b, theirs))))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"labels": torch.tensor([0, 9])}, ValueError, "labels must lie from 0 to 7, or be -100; got 9"),
+        ({"labels": torch.tensor([0, -1])}, ValueError, "labels must lie from 0 to 7, or be -100; got -1"),
+        ({"labels": torch.tensor([0.0, 1.0])}, TypeError, "labels must be of an integer dtype"),
+        ({"labels": torch.tensor([0])}, ValueError, r"labels must have the rows' shape \[2\]; got \[1\]"),
+        ({"label_weight": 0.5}, ValueError, "label_weight goes with labels; got 0.5 and none"),
+        ({"label_smoothing": 0.5}, ValueError, "label_smoothing goes with labels; got 0.5 and none"),
+        ({"labels": torch.tensor([0, 1]), "label_smoothing": 1.0}, ValueError, "label_smoothing must lie from 0 to"),
+        ({"z_weight": math.nan}, ValueError, "z_weight must be finite"),
+        ({"z_weight": 0.1, "form": "probs"}, ValueError, "z_weight is of a log-sum-exp of logits, and form 'probs'"),
+        ({"divergence_weight": 0}, ValueError, "target or labels must be given"),
+    ],
+)
+def test_errors(options, error, message):
+    x = torch.zeros(2, 8)
+    with pytest.raises(error, match=message):
+        kullback.divergence(x, x, **options)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dtype):
+    """Labels among the ids and not; the divergence is what it is without them."""
+    x, y = (sample("logits", (5, 200), generator, dtype) for _ in range(2))
+    log_p, ids = y.float().log_softmax(-1).topk(8)
+    labels = torch.stack([ids[0, 0], torch.tensor(199), torch.tensor(-100), ids[3, 7], torch.tensor(3)])
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0])
+    leaf = x.double().requires_grad_()
+    alone = kullback.topk_divergence(leaf, log_p.double(), ids, tail=tail, reduction="none")
+    truth = (weight * oracle.labelled(alone, leaf, labels, 0.7, 0.3, 1e-3)).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    given = [t.to(device) for t in (log_p, ids)]
+    options = {"labels": labels.to(device), "row_weight": weight.to(device), "reduction": "sum", "tail": tail}
+    loss = kullback.topk_divergence(ours, *given, **options, **WEIGHTS)
+    assert relative_error(loss, truth) < 3e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    (expected,) = torch.autograd.grad(truth, leaf)
+    assert relative_error(mine.cpu(), expected) < gradient(dtype)
+    # and from hidden states, of which these are the product
+    hidden, head = torch.eye(200, dtype=dtype, device=device)[:5], torch.zeros(200, 200, dtype=dtype, device=device)
+    head[:, :5] = ours.detach().T
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    linear = kullback.linear_divergence(hidden, head, given[0], target_indices=given[1], **options, **WEIGHTS)
+    assert relative_error(linear, truth) < 3e-6
+    assert relative_error(torch.autograd.grad(linear, head)[0][:, :5].T.cpu(), expected) < gradient(dtype)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("teacher", ["hidden", "logits", "none"])
+def test_from_hidden_states(backend, device, generator, teacher, reduction):
+    hidden, other = (torch.randn(11, 16, generator=generator).to(device) for _ in range(2))
+    head, its_head = (torch.randn(90, 16, generator=generator).to(device) for _ in range(2))
+    labels = torch.randint(0, 90, (11,), generator=generator).to(device)
+    labels[4] = -100
+    target, target_head = {"hidden": (other, its_head), "logits": (other @ its_head.T, None), "none": (None, None)}[
+        teacher
+    ]
+    leaves = [t.double().requires_grad_() for t in (hidden, head)]
+    x, y = F.linear(*leaves), (other @ its_head.T).double()
+    losses = oracle.divergence(x, y, "kl") if target is not None else torch.zeros(11, dtype=torch.float64)
+    truth = oracle.labelled(losses.to(device), x, labels, 0.7, 0.3, 1e-3).sum()
+    ours = [t.clone().requires_grad_() for t in (hidden, head)]
+    loss = kullback.linear_divergence(
+        *ours, target, target_head, labels=labels, reduction=reduction, chunk_rows=4, **WEIGHTS
+    ).sum()
+    assert relative_error(loss, truth) < 3e-6
+    for a, b in zip(torch.autograd.grad(loss, ours), torch.autograd.grad(truth, leaves), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_modules_take_labels(generator):
+    x, y = (sample("logits", (4, 30), generator, torch.float32) for _ in range(2))
+    labels = torch.tensor([0, 29, -100, 5])
+    loss = kullback.DivergenceLoss("kl", label_weight=0.5, z_weight=1e-3)
+    assert loss(x, y, labels=labels) == kullback.divergence(x, y, labels=labels, label_weight=0.5, z_weight=1e-3)
+    hidden, head = torch.randn(4, 8), torch.randn(30, 8)
+    linear = kullback.LinearDivergenceLoss("kl", label_weight=0.5)
+    expected = kullback.linear_divergence(hidden, head, y, labels=labels, label_weight=0.5)
+    assert linear(hidden, head, y, labels=labels) == expected
