@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import kullback
 from kullback.cli import bench, reference
 from kullback.cli import rows as model_rows
+from kullback.divergences import DIVERGENCES
 
 WEIGHTS = {"label_weight": 0.3, "z_weight": 1e-4}
 GPU, CPU = (8192, 128256, torch.bfloat16), (256, 32000, torch.float32)
@@ -31,7 +32,7 @@ STUDENTS = ("bits5", "noise5", "noise1")
 
 def truth_of(x, y, labels, weights, kind="kl"):
     """The mean by float64."""
-    divergence = 0.0 if y is None else reference.truth(kind, "logits", x, y)
+    divergence = 0.0 if y is None else reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults)
     lse = torch.cat([part.double().logsumexp(-1) for part in x.split(256)])
     own = x.gather(-1, labels.unsqueeze(-1)).squeeze(-1).double()
     return (divergence + weights["label_weight"] * (lse - own) + weights["z_weight"] * lse**2).mean().item()

@@ -4,6 +4,7 @@ The budget is what was committed: `python -m tests.test_cuda_compile` writes it 
 """
 
 import concurrent.futures
+import dataclasses
 import importlib.metadata
 import io
 import itertools
@@ -22,7 +23,7 @@ from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
 from kullback.backends.printer import print_functor, print_layout, print_slopes
 from kullback.formula import TENSOR
-from kullback.problem import Problem, Side
+from kullback.problem import Problem, Side, Weights
 from kullback.work import Verb
 from tests import kinds
 from tests.kinds import KINDS
@@ -55,6 +56,7 @@ class Logits(NamedTuple):
     known: bool = False
     capped: bool = False
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
+    mixed: bool = False  # whether a row's loss is more than its divergence
 
 
 LITERAL = {
@@ -80,6 +82,10 @@ LOGITS = {
     "total and both gradients": Logits(50257, True, BOTH),
     "capped, total and both gradients": Logits(32000, True, BOTH, capped=True),
     "capped short rows": Logits(1000, False, BOTH, capped=True),
+    "labels, total and gradient": Logits(128256, True, INPUT, mixed=True),
+    "labels, both gradients": Logits(50257, True, BOTH, mixed=True),
+    "labels, short rows": Logits(1000, False, BOTH, mixed=True),
+    "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, mixed=True),
     "statistics": Logits(32000, True, NONE, "statistics"),
     "statistics of short rows": Logits(1000, False, NONE, "statistics"),
     "sums": Logits(32000, False, NONE, "accumulate"),
@@ -142,6 +148,8 @@ class Case(NamedTuple):
         mode = (LOGITS | OF_FLOAT32)[self.mode]
         side = lambda form: Side(form, softcap=float(mode.capped))
         problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
+        if mode.mixed:
+            problem = dataclasses.replace(problem, weights=Weights(label=0.5))
         is_streamed = mode.known or mode.verb == "accumulate"
         shared = plan.SMALL_SHARED if self.arch == "sm_120a" else plan.SHARED
         chip_bytes = shared if mode.fits else 0
@@ -155,6 +163,7 @@ class Case(NamedTuple):
             has_outputs=mode.verb != "gradient",
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
+            mixed=mode.mixed,
         )
         return logits.source(variant, shape)
 

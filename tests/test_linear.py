@@ -494,8 +494,8 @@ def test_a_loss_scaler_keeps_float16_gradients(backend, device, generator):
 
 def test_opcheck(generator):
     tensors = [t.detach() for t in operands(generator, torch.float32)]
-    models = [*tensors, None, torch.rand(ROWS)]
-    task = "kl logits logits 0 float32 4 1 0 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.0), None
+    models = [*tensors, None, torch.rand(ROWS), torch.arange(ROWS)]
+    task = "kl logits logits 0 float32 4 1 0 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.3, 0.01, 0.0, 0.0), None
     ops = torch.ops.kullback
     torch.library.opcheck(ops.linear_total, (*models, *task, 0.5))
     torch.library.opcheck(ops.linear_per_row, (*models, *task))

@@ -11,7 +11,7 @@ from torch.export import export
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kullback
-from kullback.problem import Problem, Side
+from kullback.problem import Problem, Side, Weights
 from tests import kinds, oracle
 from tests.kinds import KINDS, SMOOTH
 from tests.samples import sample
@@ -137,18 +137,20 @@ def test_gradients_of_weight_and_normalizer(backend, device, generator):
 @pytest.mark.parametrize("form", ["probs", "logits"])
 def test_opcheck(form, backend, device, generator):
     x, y = (t.detach().float() for t in pair(form, (3, 5), generator, device))
-    problem = Problem("kl", Side(form), Side(form))
+    weights = Weights(0.5, 0.3, 0.01) if form == "logits" else Weights()
+    problem = Problem("kl", Side(form), Side(form), weights=weights)
     key, scalars = problem.key, (list(problem.scalars), None)
+    labels = torch.tensor([0, -100, 4], device=device) if form == "logits" else None
     weight = torch.rand(3, device=device, dtype=torch.float64)
     ops = torch.ops.kullback
-    _, state = ops.per_row(x, y, None, key, *scalars, torch.float32)
+    _, state = ops.per_row(x, y, None, labels, key, *scalars, torch.float32)
     for op, arguments in (
-        (ops.value, (x, y, weight, key, *scalars, 0.5, torch.float32)),
-        (ops.value, (x[:0], y[:0], None, key, *scalars, 0.5, torch.float32)),
-        (ops.per_row, (x, y, weight, key, *scalars, torch.float32)),
-        (ops.gradient, (x, y, weight, key, *scalars, state, [False, True])),
-        (ops.gradient, (x, y, weight, key, *scalars, None, [True, True])),
-        (ops.value, (x, y, None, key, [], torch.tensor(problem.scalars, dtype=torch.float64), 0.5, torch.float32)),
+        (ops.value, (x, y, weight, labels, key, *scalars, 0.5, torch.float32)),
+        (ops.value, (x[:0], y[:0], None, None, key, *scalars, 0.5, torch.float32)),
+        (ops.per_row, (x, y, weight, labels, key, *scalars, torch.float32)),
+        (ops.gradient, (x, y, weight, labels, key, *scalars, state, [False, True])),
+        (ops.gradient, (x, y, weight, labels, key, *scalars, None, [True, True])),
+        (ops.value, (x, y, None, labels, key, [], torch.tensor(problem.scalars, dtype=torch.float64), 0.5, torch.float32)),
     ):
         torch.library.opcheck(op, arguments)
 

@@ -97,7 +97,7 @@ class Problem:
         known = self.divergence.parameter
         return {} if known is None else {known.name: self.parameter}
 
-    @functools.cached_property
+    @property
     def is_mixed(self) -> bool:
         """Whether a row's loss is more than its divergence."""
         return self.weights != DIVERGENCE_ALONE

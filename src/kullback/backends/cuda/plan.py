@@ -112,7 +112,7 @@ class Layout:
 SHARED, SMALL_SHARED = 227 << 10, 99 << 10
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
-BARRIER_BYTES, ROW_MAX_BYTES = 8, 8
+BARRIER_BYTES, ROW_MAX_BYTES, LABEL_BYTES = 8, 8, 16
 MAX_STAGES = 20  # that have barriers, and estimated maxima
 EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
 MIN_TILE_BYTES = 13 << 10  # where a row has as many
@@ -136,13 +136,14 @@ def logits(
     chip_bytes: int,
     caches_slopes: bool = False,
     light: bool = False,
+    labelled: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
     `chip_bytes`: shared memory that a block can have for rows; 0 where the device or the tensors admit none on chip.
     `caches_slopes`: whether masses and slopes take the place of rows on chip. `light`: whether the formula leaves
-    registers for a row.
+    registers for a row. `labelled`: whether rows may have labels.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -153,6 +154,7 @@ def logits(
         for threads, groups in (group for group in ROW_GROUPS if not both or group[0] * group[1] <= MANY_REGISTERS):
             exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
             barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
+            barrier_bytes += MAX_STAGES * LABEL_BYTES if labelled else 0
             # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
             rest = chip_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
             room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT

@@ -217,7 +217,7 @@ def layout(
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
     light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light)
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light, problem.is_mixed)
 
 
 def caches_slopes(problem: Problem) -> bool:

@@ -29,6 +29,9 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 {
     Sample next = {};
     RowMax row_max = {};
+#if IS_MIXED
+    Label label = {};
+#endif
     const unsigned lane = threadIdx.x % 32;
     const auto take_next = [&](unsigned first) {
         const unsigned r = first + lane / Sample::PARTS * row_step();
@@ -40,6 +43,9 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const unsigned turn = group.turn++ % Sample::ROWS;
         if (turn == 0) {
             row_max = next.estimated_max(a);
+#if IS_MIXED
+            label = next.label;
+#endif
             take_next(r + Sample::ROWS * row_step());
         }
         if (!is_read)
@@ -47,6 +53,10 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const Slice slice = slice_of(a, r, cta_rank());
         const X *x = slice.x() + slice.head + slice.first * WIDTH;
         const Y *y = slice.y() + slice.head + slice.first * WIDTH;
+#if IS_MIXED
+        const unsigned of_row = turn * Sample::PARTS;
+        const Label own_label = { shfl(label.x, of_row), shfl(label.y, of_row), shfl(label.token, of_row) };
+#endif
         const bool is_first = lane == 0;
         /* While the row's stages are not empty yet; of rows that are read once that is too soon. */
         if ((WANT_GRADIENT || !SUMS_FROM_MOMENTS) && is_first && slice.vectors > 0) {
@@ -57,8 +67,12 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         if (is_first)
             each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
                 mbarrier_wait(tile.empty(), tile.phase ^ 1);
-                if (start == 0)
+                if (start == 0) {
                     *tile.row_max() = own;
+#if IS_MIXED
+                    *tile.label() = own_label;
+#endif
+                }
                 mbarrier_arrive_expect_tx(tile.full(), (unsigned)max(count, 0) * (unsigned)(X_BYTES + Y_BYTES));
                 if (count > 0) {
                     cp_async_bulk((void *)tile.x(), x + start * WIDTH, (unsigned)count * (unsigned)X_BYTES, tile.full());

@@ -15,6 +15,22 @@ struct alignas(8) RowMax {
     float x, y;
 };
 
+#if IS_MIXED
+/* A row's label, or a negative number: NO_LABEL, or any other; and the logits there, else 0 */
+struct alignas(8) Label {
+    float x, y;
+    int token;
+};
+
+INLINE Label loaded_label(const Arguments &a, unsigned r)
+{
+    const long long token = a.labels ? a.labels[r] : -1;
+    if (token < 0 || token >= a.vocab)
+        return { 0, 0, token == NO_LABEL ? (int)NO_LABEL : -1 };
+    return { to_real(a.x[r * a.x_stride + token]), to_real(a.y[r * a.y_stride + token]), (int)token };
+}
+#endif
+
 /* This block's part of a row: whole vectors, and for the first block of a cluster the edges that no vector covers.
    Pointers are found when they are wanted: kept, they would cost registers. */
 struct Slice {
@@ -31,7 +47,7 @@ struct Slice {
 
 #if RESIDENT
 /* The stages' tiles of x; at Y_OFFSET those of y; then every row group's exchange slots; then the barriers: full and empty
-   of each stage, arrivals of each exchange slot; then estimated maxima, of each stage. */
+   of each stage, arrivals of each exchange slot; then estimated maxima and labels, of each stage. */
 INLINE unsigned char *shared() { return dynamic_shared(); }
 #else
 INLINE unsigned char *shared()
@@ -74,6 +90,9 @@ struct Pipeline {
     INLINE Mbarrier *arrived(unsigned slot) const { return barrier(2 * stages + slot); }
     /* Of the row that begins here */
     INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage); }
+#if IS_MIXED
+    INLINE Label *label() const { return (Label *)barrier(3 * stages + GROUPS * EXCHANGE_SLOTS) + stage; }
+#endif
 };
 #else
 struct Pipeline { /* of one row, in registers */

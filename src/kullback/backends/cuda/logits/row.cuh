@@ -393,6 +393,11 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     read_label(slice, group);
 #endif
     Found found = sum_row(slice, pipeline, group);
+    float more = 0;
+#if IS_MIXED
+    if (!KNOWN && group.thread == 0) /* before the label's place is another row's */
+        more = labelled_loss(a, label_of(pipeline), found.stats);
+#endif
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
@@ -400,7 +405,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * d_loss));
 #if IS_MIXED
         if (WANT_GRADIENT)
-            found.sums = mixed_sums(slice, group, found.stats, found.sums, input_lse(a, found.stats), d_loss, upstream);
+            mix(slice, pipeline, group, found.stats, found.sums, found.mode == FAST, grad_out, (float)d_loss, (float)upstream);
 #endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
@@ -433,10 +438,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (!KNOWN && group.thread == 0 && cta_rank() == 0) {
-        double loss = weight * divergence_weight(a) * done.loss;
-#if IS_MIXED
-        loss += weight * labelled_loss(a, r, input_lse(a, found.stats));
-#endif
+        const double loss = weight * (divergence_weight(a) * done.loss + more);
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
@@ -450,7 +452,8 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     if (WANT_GRADIENT) {
         const GradOut grad_out(a, (float)(weight * a.scale * divergence_weight(a) * done.derivative));
 #if IS_MIXED
-        found.sums = mixed_sums(slice, group, found.stats, found.sums, input_lse(a, found.stats), done.derivative, weight * a.scale);
+        mix(slice, pipeline, group, found.stats, found.sums, found.mode == FAST, grad_out, (float)done.derivative,
+            (float)(weight * a.scale));
 #endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);

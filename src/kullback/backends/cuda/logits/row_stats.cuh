@@ -141,9 +141,15 @@ struct Sample {
     enum { PARTS = 8, ROWS = 32 / PARTS };
     X x;
     Y y;
+#if IS_MIXED
+    Label label;
+#endif
 
     INLINE void take(const Arguments &a, unsigned row)
     {
+#if IS_MIXED
+        label = loaded_label(a, row);
+#endif
         const unsigned index = sample_index(a, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[index];
         y = (a.y + row * a.y_stride)[index];
