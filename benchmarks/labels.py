@@ -81,17 +81,27 @@ def differentiated(loss, *leaves):
     return run
 
 
+def collected(loss):
+    def run():
+        with kullback.collecting_statistics():
+            return loss()
+
+    return run
+
+
 def dense(device):
     rows, vocab, dtype = GPU if device == "cuda" else CPU
     for student, kind in itertools.product(STUDENTS, ("kl", "jensen_shannon")):
         x, y = model_rows.made(student, rows, vocab, dtype, device)
         labels = torch.randint(0, vocab, (rows,), device=device)
         leaf = x.requires_grad_()
+        with_labels = lambda leaf=leaf, y=y, labels=labels, kind=kind: kullback.divergence(
+            leaf, y, kind, labels=labels, **WEIGHTS
+        )
         calls = {
             "divergence": differentiated(lambda leaf=leaf, y=y: kullback.divergence(leaf, y, kind), leaf),
-            "with labels and z": differentiated(
-                lambda leaf=leaf, y=y, labels=labels: kullback.divergence(leaf, y, kind, labels=labels, **WEIGHTS), leaf
-            ),
+            "with labels and z": differentiated(with_labels, leaf),
+            "and statistics": differentiated(collected(with_labels), leaf),
             "then F.cross_entropy": differentiated(
                 lambda leaf=leaf, y=y, labels=labels: (
                     kullback.divergence(leaf, y, kind) + WEIGHTS["label_weight"] * F.cross_entropy(leaf.float(), labels)
@@ -139,6 +149,9 @@ def linear(device):
     calls = {
         "divergence": lambda: kullback.linear_divergence(hidden, head, other, its),
         "with labels and z": lambda: kullback.linear_divergence(hidden, head, other, its, labels=labels, **WEIGHTS),
+        "and statistics": collected(
+            lambda: kullback.linear_divergence(hidden, head, other, its, labels=labels, **WEIGHTS)
+        ),
         "labels alone": lambda: kullback.linear_divergence(hidden, head, None, labels=labels),
     }
     calls = {name: differentiated(call, hidden, head) for name, call in calls.items()}

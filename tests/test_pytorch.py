@@ -142,6 +142,7 @@ def test_opcheck(form, backend, device, generator):
     key, scalars = problem.key, (list(problem.scalars), None)
     labels = torch.tensor([0, -100, 4], device=device) if form == "logits" else None
     weight = torch.rand(3, device=device, dtype=torch.float64)
+    symbols = torch.tensor(problem.scalars, dtype=torch.float64)
     ops = torch.ops.kullback
     _, state = ops.per_row(x, y, None, labels, key, *scalars, torch.float32)
     for op, arguments in (
@@ -150,7 +151,10 @@ def test_opcheck(form, backend, device, generator):
         (ops.per_row, (x, y, weight, labels, key, *scalars, torch.float32)),
         (ops.gradient, (x, y, weight, labels, key, *scalars, state, [False, True])),
         (ops.gradient, (x, y, weight, labels, key, *scalars, None, [True, True])),
-        (ops.value, (x, y, None, labels, key, [], torch.tensor(problem.scalars, dtype=torch.float64), 0.5, torch.float32)),
+        (
+            ops.value,
+            (x, y, None, labels, key, [], torch.tensor(problem.scalars, dtype=torch.float64), 0.5, torch.float32),
+        ),
     ):
         torch.library.opcheck(op, arguments)
 

@@ -1,6 +1,7 @@
 """Fused divergences between categorical distributions."""
 
 from kullback.backends import backend, backend_info
+from kullback.collecting import LossStatistics, collecting_statistics
 from kullback.functional import (
     divergence,
     kl_div,
@@ -19,10 +20,12 @@ __all__ = [
     "DivergenceLoss",
     "KLDivLoss",
     "LinearDivergenceLoss",
+    "LossStatistics",
     "RowStatistics",
     "backend",
     "backend_info",
     "checking_ranks",
+    "collecting_statistics",
     "divergence",
     "kl_div",
     "linear_divergence",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, linear, parallel, sharded, statistics, topk
+from kullback import backends, checks, collecting, linear, parallel, sharded, statistics, topk
 from kullback.autograd import weighted
 from kullback.divergences import Kind
 from kullback.forms import FORMS
@@ -467,12 +468,13 @@ def topk_divergence(
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight, labels)
-    if teacher.problem.is_mixed:
-        loss = reduced.finish(reduced.of_rows(topk.mixed_rows(teacher, operands, dtype)))
-    elif reduced.per_row:
-        loss = reduced.finish(topk.per_row(teacher, operands, dtype))
-    else:
-        loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
+    with collecting.apart(problem, operands) if collecting.is_collecting() else contextlib.nullcontext():
+        if teacher.problem.is_mixed:
+            loss = reduced.finish(reduced.of_rows(topk.mixed_rows(teacher, operands, dtype)))
+        elif reduced.per_row:
+            loss = reduced.finish(topk.per_row(teacher, operands, dtype))
+        else:
+            loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 

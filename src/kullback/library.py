@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from kullback import parallel
+from kullback import collecting, parallel
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import packed, state_fields
 from kullback.tracing import is_symbolic
@@ -83,7 +83,11 @@ def sum_losses(
     total = operands.input.new_empty_strided((), (), dtype=dtype)  # half of new_empty's time
     d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
-    parallel.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))
+    begun = collecting.begin(problem, operands)
+    figures = None if begun is None else begun.figures
+    parallel.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target, figures))
+    if begun is not None:
+        collecting.end([begun])
     return total, d_input, d_target
 
 
@@ -92,7 +96,11 @@ def row_losses(problem: Problem, operands: Operands, dtype: torch.dtype) -> tupl
     shape = operands.input.shape[:-1]
     loss = operands.input.new_empty(math.prod(shape), dtype=dtype)
     state = packed(loss.size(0), state_fields(problem), loss)
-    parallel.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None))
+    begun = collecting.begin(problem, operands)
+    figures = None if begun is None else begun.figures
+    parallel.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None, figures=figures))
+    if begun is not None:
+        collecting.end([begun])
     return loss.view(shape), state
 
 

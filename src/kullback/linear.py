@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kullback import backends, parallel, topk
+from kullback import backends, collecting, parallel, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
@@ -252,6 +252,7 @@ class Chunks:
     def __init__(self, task: Task, models: Models) -> None:
         self.task, self.models = task, models
         self.rows = models.hidden.size(0)
+        self.begun: list[collecting.Begun] = []
         width = task.problem.shard.width
         plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants, task.widens, width)
         self.step, *kept = plan
@@ -275,6 +276,10 @@ class Chunks:
             self.teacher.pull_back(rows)
 
     def run(self, rows: slice, work: Rows) -> None:
+        begun = collecting.begin(work.problem, work.operands) if work.verb == "loss" else None
+        if begun is not None:
+            self.begun.append(begun)
+            work = work._replace(figures=begun.figures)
         if self.models.ids is None:
             parallel.run(work)
         else:
@@ -334,6 +339,7 @@ def sum_losses(task: Task, models: Models, scale: float) -> list[Tensor]:
         total = models.hidden.new_empty((), dtype=accumulator(models.hidden))
         chunks.run(rows, work._replace(scale=scale, total=total))
         totals.append(total)
+    collecting.end(chunks.begun)
     loss = torch.stack(totals).sum() if totals else models.hidden.new_zeros(())
     return [loss.to(task.dtype), *chunks.gradients()]
 
@@ -345,6 +351,7 @@ def row_losses(task: Task, models: Models) -> tuple[Tensor, Tensor]:
     for rows, work in chunks:
         states.append(packed(work.input.size(0), state_fields(task.problem), loss))
         chunks.run(rows, work._replace(loss=loss[rows], found=states[-1]))
+    collecting.end(chunks.begun)
     return loss, torch.cat(states, -1) if states else packed(0, state_fields(task.problem), loss)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
-from kullback.backends.pytorch import label_logits, weighted
+from kullback.backends.pytorch import entropy, label_logits, weighted
 from kullback.backends.pytorch import topk as in_torch
 from kullback.labels import in_slice, losses
 from kullback.problem import WHOLE, Problem, Shard, kept_dtype
@@ -98,10 +98,18 @@ def run(work: Rows | Gather | Scatter) -> None:
         _scatter(work)
 
 
+AS_GRADIENT: Any = {"verb": "gradient", "found": None, "loss": None, "total": None, "figures": None}
+
+
 def _rows(work: Rows) -> None:
     problem, known = work.problem, work.known
     if work.verb == "loss" or (known is None and state_fields(problem)):
         loss, state = _whole_rows(work)
+        if work.figures is not None:
+            x = problem.narrow(as_rows(work.input))
+            part = entropy(problem, x, state.input_lse)
+            work.figures[0] = state.input_lse
+            work.figures[1] = all_gather(part, resolved(problem.shard.group)).sum(0)
         known = _pack(problem, state) if state_fields(problem) else None
         if work.row_weight is not None:
             loss = weighted(loss, row_vector(work.row_weight, loss.size(0)).to(loss.dtype))
@@ -113,7 +121,7 @@ def _rows(work: Rows) -> None:
             work.found.copy_(known)
     if any(work.wants):
         own = work.operands._replace(labels=_own_labels(work))
-        backends.run(work._replace(operands=own, verb="gradient", known=known, found=None, loss=None, total=None))
+        backends.run(work._replace(operands=own, **AS_GRADIENT, known=known))
 
 
 def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kullback import autograd, backends, library, parallel
+from kullback import autograd, backends, collecting, library, parallel
 from kullback import labels as of_labels
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighing, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
@@ -131,6 +131,11 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     A gradient of fewer bits than the logits is rounded from one that takes their place.
     """
     problem, x = work.problem, work.input
+    if work.figures is not None:
+        work.figures.copy_(collecting.figures_of(problem, x))
+        if work.row_weight is not None:
+            work.figures.masked_fill_(work.row_weight == 0, 0)
+        work = work._replace(figures=None)
     if problem.is_mixed:
         ids, gathered, d_gathered = _run_mixed(work, ids, negligible)
     else:

@@ -46,6 +46,7 @@ class Rows(NamedTuple):
     total: Tensor | None = None  # 0-d, Σ row_weight · loss · scale
     d_input: Tensor | None = None  # of the input's dtype; of float32 logits it may be of 16 bits
     d_target: Tensor | None = None
+    figures: Tensor | None = None  # [2, rows], with a loss of logits: the input's log-sum-exp, and its entropy
 
     @property
     def input(self) -> Tensor:
@@ -87,7 +88,7 @@ class Rows(NamedTuple):
 
     def write_nothing(self) -> None:
         """What comes of that."""
-        for tensor in (self.loss, self.found):
+        for tensor in (self.loss, self.found, self.figures):
             if tensor is not None:
                 tensor.zero_()
         if self.total is not None:
@@ -111,6 +112,7 @@ class Rows(NamedTuple):
                 known=None if self.known is None else self.known[:, first:last].contiguous(),
                 found=None if self.found is None else self.found.new_empty((self.found.size(0), last - first)),
                 loss=None if self.loss is None else self.loss[first:last],
+                figures=None if self.figures is None else self.figures.new_empty((2, last - first)),
                 total=None if self.total is None else self.total.new_empty((), dtype=accumulator(self.total)),
             )
             first = last
@@ -133,6 +135,8 @@ class Rows(NamedTuple):
             self.total.copy_(torch.stack(totals).sum())
         if self.found is not None:
             torch.cat([part.found for part in parts if part.found is not None], -1, out=self.found)
+        if self.figures is not None:
+            torch.cat([part.figures for part in parts if part.figures is not None], -1, out=self.figures)
 
     def _slabs(self) -> list[Rows]:
         x, y = self.input, self.target

@@ -64,8 +64,8 @@ def after_tensors(names: Iterable[str], of_rows: Sequence[str] = Operands._field
 
     `of_rows`: which operands that have a number for each row a kernel takes.
     """
-    tensors = ["x", "y", *of_rows, *Rows._fields[FIRST_TENSOR:]]
     names = list(names)
+    tensors = ["x", "y", *of_rows, *(name for name in Rows._fields[FIRST_TENSOR:] if name in names)]
     if names[: len(tensors)] != tensors:
         raise ValueError(f"a kernel's arguments must begin with {', '.join(tensors)}; got {', '.join(names)}")
     return names[len(tensors) :]

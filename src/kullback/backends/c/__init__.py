@@ -178,6 +178,7 @@ def _rows(work: Rows) -> None:
                 total=address(work.total),
                 d_input=address(work.d_input),
                 d_target=address(work.d_target),
+                figures=address(work.figures),
                 rows=rows,
                 vocab=vocab,
                 elements=elements,

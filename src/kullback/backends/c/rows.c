@@ -37,6 +37,7 @@ typedef struct {
     LOSS *total;              /* or NULL */
     DX *d_input;
     DY *d_target;
+    double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or NULL */
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
@@ -60,6 +61,8 @@ typedef struct {
     int mode;
     int has_slopes; /* whether d_log_q of each element is where the gradient is to be */
 } Found;
+
+#define LEAST_EXPONENT (real)-1e30 /* of no mass, times which it is nothing */
 
 /* input side */
 /* target side */
@@ -548,6 +551,8 @@ static void clear(const Arguments *a, int64_t r, int64_t n)
 #endif
     if (a->loss)
         a->loss[r] = STORE_LOSS(0);
+    if (a->figures)
+        a->figures[r] = a->figures[a->rows + r] = 0;
     if (a->found)
         for (int field = 0; field < fields_found(a); field++)
             keep(a, field, r, 0);
@@ -622,6 +627,12 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         keep_sums(a, r, &found);
         return 0;
     }
+#if INPUT_IS_LOGITS
+    if (a->figures) { /* before gradients may take the logits' place */
+        a->figures[r] = lse(found.input);
+        a->figures[a->rows + r] = input_entropy(x, n, softcaps, row.input_inv_temperature, row.input_max, found.input.sum_exp);
+    }
+#endif
     double loss = 0;
     if (!has_state) {
         const Finish done = finish(found.sums.term, found.tilted_lse, parameters);

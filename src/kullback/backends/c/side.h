@@ -29,6 +29,24 @@ NOINLINE static double SIDE(sum_exp)(const T *x, int64_t n, Softcaps softcaps, r
     return total;
 }
 
+/* log Σ exp less the mean of what it is of */
+NOINLINE static double SIDE(entropy)(const T *x, int64_t n, Softcaps softcaps, real inv_temperature, real row_max, double sum_exp)
+{
+    double total = 0;
+    (void)softcaps;
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++) {
+            const real exponent = (COUNTED(LOAD(x[i])) - row_max) * inv_temperature;
+            part += safe_exp(exponent) * (exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
+        }
+        total += part;
+    }
+    return log(sum_exp) - total / sum_exp;
+}
+
 #undef SIDE
 #undef T
 #undef LOAD

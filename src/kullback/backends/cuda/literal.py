@@ -70,7 +70,7 @@ def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launche
 
 def run(work: Rows) -> None:
     problem, (x, y, weight, _), verb, scale, *others = work
-    known, found, loss, total, d_input, d_target = others
+    known, found, loss, total, d_input, d_target, _ = others
     if found is not None and verb == "loss" and problem.formula.finish_is_linear:
         found.zero_()  # the same state for all rows: the kernel writes none
         found[D_LOSS] = 1
@@ -104,7 +104,7 @@ def run(work: Rows) -> None:
     else:
         blocks = -(-rows * shape.lanes // plan.THREADS)
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
-    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others)]
+    addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others[:-1])]
     strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
     launcher(
         blocks,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kullback import labels as of_rows
 from kullback.backends.pytorch import topk
-from kullback.backends.pytorch.piece import Piece, capped, inverse_temperature
+from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
 from kullback.problem import Problem, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Gather, Rows, Scale, Scatter, Work
@@ -63,6 +63,8 @@ def _rows(work: Rows) -> None:
         if needs_sums:
             stats, sums = chunk.sums()
             found.append((stats, sums))
+            if work.figures is not None:
+                _keep(work.figures, part, (stats.input_lse, chunk.entropy(stats.input_lse)))
             # Rows are finished together, but where a gradient waits for it.
             state = state_of(stats, sums, one.expand_as(sums.term)) if is_linear else finish(problem, stats, sums)[1]
         if any(work.wants):
@@ -94,6 +96,8 @@ def _finish(
         expected = (torch.cat(numbers) for numbers in zip(*of_labels, strict=True))
         loss = of_rows.losses(work.problem, loss, state.input_lse, work.labels, *expected)
     loss = weighted(loss, work.row_weight)
+    if work.figures is not None and work.row_weight is not None:
+        work.figures.masked_fill_(work.row_weight == 0, 0)  # not read
     if work.loss is not None:
         work.loss.copy_(loss)
     _keep(work.found, slice(None), state)
@@ -149,6 +153,11 @@ class Chunk:
         stats = self.statistics(self.problem.has_moments)
         return stats, sums_of(stats) if self.problem.has_moments else self.accumulate(stats)
 
+    def entropy(self, lse: Tensor) -> Tensor:
+        """Of the input, whose log-sum-exp is known."""
+        parts = (entropy(self.problem, self.x[:, part], lse) for part in self.slices)
+        return sum(parts, torch.zeros_like(lse))
+
     def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
         nothing = self.x.new_zeros(self.x.size(0), dtype=accumulator(self.x))
@@ -190,6 +199,15 @@ def label_logits(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     own = x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(accumulator(x))
     scale = inverse_temperature(side, x.dtype == torch.float64)
     return torch.where(labels < 0, 0.0, capped(own, side.softcap) * scale)
+
+
+def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
+    """What these tokens of rows of logits have of it."""
+    side, dtype = problem.input, compute_dtype(x, x)
+    values = capped(x.to(dtype), side.softcap) * inverse_temperature(side, dtype == torch.float64)
+    masses = (values - lse.to(dtype).unsqueeze(-1)).exp_()
+    found: Tensor = torch.special.entr(masses).sum(-1)
+    return found.to(lse.dtype)
 
 
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:

@@ -46,6 +46,7 @@ class Variant(NamedTuple):
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
     mixed: bool = False  # whether a row's loss is more than its divergence
+    figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -65,6 +66,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
         "IS_MIXED": variant.mixed,
+        "WANT_FIGURES": variant.figures,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
@@ -109,7 +111,7 @@ def why_not(work: Rows) -> str | None:
 
 def run(work: Rows) -> None:
     problem, (x, y, *of_rows), verb, scale, *others = work
-    known, found, loss, total, d_input, d_target = others
+    known, found, loss, total, d_input, d_target, figures = others
     rows, vocab = x.shape
     index = x.get_device()
     weight, labels = (None if t is None else t.contiguous() for t in of_rows)
@@ -129,6 +131,7 @@ def run(work: Rows) -> None:
         is_streamed,
         output is not None or found is not None,
         (d_input is not None, d_target is not None),
+        figures is not None,
         0 if is_streamed or not _in_phase(addresses, strides, rows, dtypes) else chip_bytes(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
@@ -163,6 +166,7 @@ def _prepared(
     is_streamed: bool,
     has_outputs: bool,
     wants: tuple[bool, bool],
+    has_figures: bool,
     chip_bytes: int,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
@@ -171,7 +175,9 @@ def _prepared(
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
     is_mixed = problem.is_mixed and verb in ("loss", "gradient")
-    variant = Variant(kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped, is_mixed)
+    variant = Variant(
+        kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped, is_mixed, has_figures
+    )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
         target_inv_temperature=1 / problem.target.temperature,

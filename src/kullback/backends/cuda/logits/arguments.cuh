@@ -18,6 +18,7 @@ struct Operands {
     LOSS *total;              /* or 0 */
     DX *d_input;
     DY *d_target;
+    double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or 0 */
     double *partial;          /* [blocks] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */

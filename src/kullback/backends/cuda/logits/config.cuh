@@ -12,6 +12,7 @@
 #define INPUT_IS_CAPPED 0 /* whether a logit x counts as softcap · tanh(x / softcap) */
 #define TARGET_IS_CAPPED 0
 #define IS_MIXED 0        /* whether a row's loss is more than its divergence (labels.cuh) */
+#define WANT_FIGURES 0    /* whether a row's log-sum-exp and entropy are wanted */
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
 #define RESIDENT 1        /* whether rows stay on chip (sm_90 and later), or are read again for each pass */
 #define CACHES_SLOPES 0   /* whether the sweep that sums a row that is far leaves masses and slopes in its place */

@@ -386,6 +386,15 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
     keep(a, SUMS_MODE, r, found.mode);
 }
 
+#if WANT_FIGURES
+INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
+{
+    const float mean = stats.exponents / stats.x_sum_exp; /* of exponents of 2, or of e */
+    a.figures[r] = input_lse(a, stats);
+    a.figures[a.rows + r] = logf(stats.x_sum_exp) - (stats.in_range ? mean * LN2 : mean);
+}
+#endif
+
 INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
 {
     const Slice slice = slice_of(a, r, cta_rank());
@@ -393,6 +402,10 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     read_label(slice, group);
 #endif
     Found found = sum_row(slice, pipeline, group);
+#if WANT_FIGURES
+    if (group.thread == 0 && cta_rank() == 0)
+        keep_figures(a, r, found.stats);
+#endif
     float more = 0;
 #if IS_MIXED
     if (!KNOWN && group.thread == 0) /* before the label's place is another row's */
@@ -482,6 +495,8 @@ INLINE void clear_row(const Arguments &a, const RowGroup &group, unsigned r)
     if (group.thread == 0 && cta_rank() == 0) {
         if (a.loss)
             a.loss[r] = rounded<LOSS>(0);
+        if (WANT_FIGURES)
+            a.figures[r] = a.figures[a.rows + r] = 0;
         const int fields = VERB == VERB_STATISTICS ? (int)STATS_FIELDS : VERB == VERB_ACCUMULATE ? (int)SUMS_FIELDS : (int)STATE_FIELDS;
         if (a.found)
             for (int field = 0; field < fields; field++)

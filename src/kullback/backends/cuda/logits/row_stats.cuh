@@ -17,6 +17,9 @@ namespace kullback {
 struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
+#if WANT_FIGURES
+    float exponents = 0;   /* Σ of the input's masses times their exponents */
+#endif
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
 #if HAS_NORMALISERS
@@ -37,7 +40,7 @@ struct RowStats {
     INLINE void take(F x, G y, const Arguments &a, const Lows &low) /* x(k), y(k) */
     {
         const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
-        float x_part = 0, y_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
+        float x_part = 0, y_part = 0, exponents_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
             const auto add = [=](float &part, float more) { part = k ? part + more : more; };
@@ -47,6 +50,8 @@ struct RowStats {
                 add(x_part, q);
             if (TARGET_IS_LOGITS)
                 add(y_part, p);
+            if (WANT_FIGURES)
+                add(exponents_part, q * finite_ratio(x_exponent));
 #if HAS_LOG_RATIOS
             const float ratio = y_exponent - x_exponent;
             if (HAS_P_LOG_RATIO)
@@ -63,6 +68,9 @@ struct RowStats {
         }
         x_sum_exp += x_part;
         y_sum_exp += y_part;
+#if WANT_FIGURES
+        exponents += exponents_part;
+#endif
 #pragma unroll
         for (int m = 0; m < MOMENTS; m++)
             moments[m] += parts[m];
@@ -81,6 +89,9 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         stats.moments[m] = values[2 + m];
+#if WANT_FIGURES
+    stats.exponents = all_reduced(a, pipeline, group, SlopeSums { stats.exponents }).p;
+#endif
     return stats;
 }
 
@@ -217,16 +228,22 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
                 return true;
         }
     }
-    double x_sum_exp = 0, y_sum_exp = 0;
+    double x_sum_exp = 0, y_sum_exp = 0, exponents = 0;
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) {
-        x_sum_exp += (double)safe_exp((input_of(a, x) - row_max.x) * a.input_inv_temperature);
+        const float exponent = (input_of(a, x) - row_max.x) * a.input_inv_temperature, q = safe_exp(exponent);
+        x_sum_exp += (double)q;
+        if (WANT_FIGURES)
+            exponents += (double)(q * finite_ratio(exponent));
         y_sum_exp += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
     });
-    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp });
+    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp, (float)exponents });
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
     stats.x_sum_exp = sums.term;
     stats.y_sum_exp = sums.d_log_p;
+#if WANT_FIGURES
+    stats.exponents = sums.d_log_q;
+#endif
     return false;
 }
 

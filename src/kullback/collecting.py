@@ -1,0 +1,131 @@
+"""What losses find of the student's rows on their way, for whoever asks around the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kullback import parallel
+from kullback.backends.pytorch import entropy, label_logits
+from kullback.backends.pytorch.piece import capped
+from kullback.labels import in_slice
+from kullback.problem import Problem, accumulator
+from kullback.work import Operands, as_rows, row_vector
+
+
+class LossStatistics(NamedTuple):
+    """Figures of a loss's rows, in nats: of the input, as its logits count. No gradient.
+
+    Each is `input.shape[:-1]`, or [rows] of `linear_divergence`.
+    """
+
+    lse: Tensor  # log-sum-exp; 0 in a row of weight 0, which is not read, and so is the entropy
+    entropy: Tensor
+    label_log_prob: Tensor | None  # log q of the label; NaN in a row without one; None without labels
+
+
+_collected: ContextVar[list[LossStatistics] | None] = ContextVar("kullback collected statistics", default=None)
+
+
+@contextlib.contextmanager
+def collecting_statistics() -> Iterator[list[LossStatistics]]:
+    """Collect statistics of the losses that are computed inside, which find them in the pass that they take anyway.
+
+    One `LossStatistics` for each call of `divergence` and `linear_divergence`, of logits, whatever its reduction, and
+    of what calls them: modules, integrations. Of `topk_divergence` the row is read once more. It holds for this thread,
+    or task, alone; a checkpointed forward that runs again inside is another call.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    >>> with kullback.collecting_statistics() as collected:
+    ...     loss = kullback.divergence(student, teacher, labels=torch.tensor([0]))
+    >>> collected[0].entropy, collected[0].label_log_prob
+    (tensor([0.6656]), tensor([-0.2395]))
+    """
+    found: list[LossStatistics] = []
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def is_collecting() -> bool:
+    return not torch.compiler.is_compiling() and _collected.get() is not None
+
+
+class Begun(NamedTuple):
+    """What a loss is to fill, and what was read before gradients may take the logits' place."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    figures: Tensor  # [2, rows]: as of `Rows`
+    logit: Tensor | None  # [rows]: of labels, NaN where there is none
+
+
+def end(begun: Sequence[Begun]) -> None:
+    """Losses of rows, one loss's, have filled these."""
+    into = _collected.get()
+    if into is None or not begun:
+        return
+    lse, of_rows = torch.cat([part.figures for part in begun], -1)
+    logits = [part.logit for part in begun if part.logit is not None]
+    own = torch.cat(logits) - lse if logits else None
+    shape = begun[0].shape if len(begun) == 1 else lse.shape
+    numbers = (None if n is None else n.to(begun[0].dtype).view(shape) for n in (lse, of_rows, own))
+    into.append(LossStatistics(*numbers))  # type: ignore[arg-type]
+
+
+def begin(problem: Problem, operands: Operands) -> Begun | None:
+    """Of a loss of such rows; None where nobody collects, or there are no logits."""
+    if not is_collecting() or problem.input.form != "logits":
+        return None
+    x, labels = operands.input.detach(), operands.labels
+    rows, dtype = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
+    logit = None
+    if labels is not None:
+        logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows))
+    return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)
+
+
+def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
+    """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none."""
+    if not problem.shard.group:
+        return torch.where(labels < 0, torch.nan, label_logits(problem, x, labels))
+    own = label_logits(problem, x, in_slice(labels, problem.shard.first_token, x.size(1)))
+    whole = parallel.all_gather(own, parallel.resolved(problem.shard.group)).sum(0)
+    return torch.where(labels < 0, torch.nan, whole)
+
+
+def figures_of(problem: Problem, x: Tensor) -> Tensor:
+    """[2, rows]: of rows [rows, vocab] that no loss reads whole."""
+    side, group = problem.input, problem.shard.group
+    values = capped(x.to(accumulator(x)), side.softcap) / side.temperature
+    lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
+    if group:
+        lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
+    of_rows = entropy(problem, x, lse)
+    return torch.stack([lse, parallel.all_gather(of_rows, parallel.resolved(group)).sum(0) if group else of_rows])
+
+
+@contextlib.contextmanager
+def apart(problem: Problem, operands: Operands) -> Iterator[None]:
+    """Collect from rows of which the loss, computed inside, is of a few tokens."""
+    begun = begin(problem, operands)
+    if begun is not None:
+        x = problem.narrow(as_rows(operands.input.detach()))
+        begun.figures.copy_(figures_of(problem, x))
+        if operands.row_weight is not None:
+            begun.figures.masked_fill_(row_vector(operands.row_weight, x.size(0)) == 0, 0)
+        end([begun])
+    token = _collected.set(None)
+    try:
+        yield
+    finally:
+        _collected.reset(token)
