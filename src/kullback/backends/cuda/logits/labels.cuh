@@ -1,6 +1,6 @@
 /* What a row has to lose beside its divergence: its label's cross-entropy, and its log-sum-exp's square (labels.py). Each is a
    number of the row and, in the gradient, a factor of q, which is taken off Σ d_log_q. The label's own gradient is found before
-   the row's may be written over logits, and written after them: by one thread, not the one that has the row's loss to do. */
+   the row's may be written over logits, and written after them: by the thread that has its vector, so that none waits. */
 #pragma once
 
 #include "cuda/logits/gradients.cuh"
@@ -13,13 +13,11 @@ struct OwnLabel {
 #if !RESIDENT
     Label label;
 #endif
-    int token; /* whose gradient is to be written, or negative: another block's, or none */
     DX input;
 };
 SHARED_ARRAY(OwnLabel, own_labels, GROUPS);
 
 INLINE OwnLabel &own_label() { return own_labels[threadIdx.x / THREADS_PER_ROW]; } /* found again: so no register holds it */
-INLINE bool has_label(const RowGroup &group) { return group.thread == THREADS_PER_ROW - 32; }
 
 #if RESIDENT
 INLINE void read_label(const Slice &, const RowGroup &) {} /* the producer has */
@@ -28,22 +26,27 @@ INLINE Label label_of(const Pipeline &pipeline) { return *pipeline.label(); }
 /* Before the group meets for the first time: from then on others may write gradients over logits. */
 INLINE void read_label(const Slice &slice, const RowGroup &group)
 {
-    if (has_label(group))
+    if (group.thread == 0)
         own_label().label = loaded_label(slice.a, slice.row);
-    if (THREADS_PER_ROW > 32)
-        group_sync(group);
-    else
-        __syncwarp();
+    group_sync(group);
 }
 INLINE Label label_of(const Pipeline &) { return own_label().label; }
 #endif
 
-/* Whether a token is of this block's part of the row */
-INLINE bool is_of_slice(const Slice &slice, int token)
+/* Whether this thread has the token's vector, or has it among the edges */
+INLINE bool has_token(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, int token)
 {
-    const int i = token - slice.head, first = slice.first * WIDTH;
-    const bool is_edge = i < 0 || i >= slice.body;
-    return token >= 0 && (is_edge ? cta_rank() == 0 : i >= first && i < first + slice.vectors * WIDTH);
+    const int i = token - slice.head, vector = i / WIDTH - slice.first;
+    if (token < 0)
+        return false;
+    if (i < 0 || i >= slice.body)
+        return cta_rank() == 0 && group.thread == (i < 0 ? token : token - slice.body) % THREADS_PER_ROW;
+#if RESIDENT
+    const int in_tile = vector % pipeline.vectors;
+#else
+    const int in_tile = vector;
+#endif
+    return vector >= 0 && vector < slice.vectors && group.thread == in_tile % THREADS_PER_ROW;
 }
 
 INLINE float lse_error(const Arguments &a, const RowStats &stats)
@@ -89,7 +92,6 @@ INLINE void differentiate_label(const Slice &slice, const Label &label, const Ro
         p = floor_logit(p, row.target_max, a.target_inv_temperature);
     }
     const float own = element<MODE>(a, q, p, row).input * grad_out.input - upstream * a.label_weight * a.input_inv_temperature;
-    own_label().token = is_of_slice(slice, label.token) ? label.token : -1;
     own_label().input = rounded<DX>(INPUT_IS_CAPPED ? own * softcap_grad(q, a.input_softcap) : own);
 }
 
@@ -100,7 +102,7 @@ INLINE void mix(const Slice &slice, const Pipeline &pipeline, const RowGroup &gr
     const Arguments &a = slice.a;
     const Label label = label_of(pipeline);
     sums.d_log_q = mixed_sum(a, label, stats, sums.d_log_q, d_loss);
-    if (!WANT_INPUT || !has_label(group))
+    if (!WANT_INPUT || !has_token(slice, pipeline, group, label.token))
         return;
     if (HAS_FAST && is_fast)
         differentiate_label<HAS_FAST ? FAST : SAFE>(slice, label, stats, sums, grad_out, upstream);
@@ -108,17 +110,18 @@ INLINE void mix(const Slice &slice, const Pipeline &pipeline, const RowGroup &gr
         differentiate_label<SAFE>(slice, label, stats, sums, grad_out, upstream);
 }
 
-/* After the row's other gradients */
-INLINE void write_label(const Slice &slice, const RowGroup &group)
+/* After the row's other gradients. Those of vectors are the same warp's; element by element all of a group has them.
+   The token is what `label_of` told: its place may be another row's by now. */
+INLINE void write_label(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, int token, bool by_vectors)
 {
     if (!WANT_INPUT || slice.a.label_weight == 0)
         return;
-    if (THREADS_PER_ROW > 32)
-        group_sync(group);
-    else
+    if (by_vectors)
         __syncwarp();
-    if (has_label(group) && own_label().token >= 0)
-        slice.d_input()[own_label().token] = own_label().input;
+    else
+        group_sync(group);
+    if (has_token(slice, pipeline, group, token))
+        slice.d_input()[token] = own_label().input;
 }
 #endif
 

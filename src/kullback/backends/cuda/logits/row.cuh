@@ -408,7 +408,8 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
 #endif
     float more = 0;
 #if IS_MIXED
-    if (!KNOWN && group.thread == 0) /* before the label's place is another row's */
+    const int token = label_of(pipeline).token; /* before its place is another row's */
+    if (!KNOWN && group.thread == 0)
         more = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
@@ -425,11 +426,15 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
             term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         if (found.mode == FAST)
             term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
-#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !IS_MIXED
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
-            const float mine = warp_sum(term.light + term.heavy);
+            const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
             if (threadIdx.x % WARP == 0)
                 near_losses[threadIdx.x / WARP] += weight_of(a, r) * (double)mine;
+#if IS_MIXED
+            if (WANT_GRADIENT)
+                write_label(slice, pipeline, group, token, true);
+#endif
             return;
         }
 #endif
@@ -458,7 +463,8 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     }
     if (found.lacks_term) { /* what was to be written is, and the row is released */
 #if IS_MIXED
-        write_label(slice, group);
+        if (WANT_GRADIENT)
+            write_label(slice, pipeline, group, token, true);
 #endif
         return;
     }
@@ -475,7 +481,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);
 #if IS_MIXED
-        write_label(slice, group);
+        write_label(slice, pipeline, group, token, found.mode != SAFE);
 #endif
     } else {
         release_row(slice, pipeline, group);

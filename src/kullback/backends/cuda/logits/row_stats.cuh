@@ -79,10 +79,15 @@ struct RowStats {
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    float values[2 + MOMENTS] = { stats.x_sum_exp, stats.y_sum_exp };
+    enum { EXPONENTS = WANT_FIGURES && MOMENTS < 2 }; /* four numbers go at once */
+    float values[2 + MOMENTS + EXPONENTS] = { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
+#if WANT_FIGURES
+    if (EXPONENTS)
+        values[1 + MOMENTS + EXPONENTS] = stats.exponents;
+#endif
     row_all_reduce<float>(a, pipeline, group, values, Add());
     stats.x_sum_exp = values[0];
     stats.y_sum_exp = values[1];
@@ -90,7 +95,9 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
     for (int m = 0; m < MOMENTS; m++)
         stats.moments[m] = values[2 + m];
 #if WANT_FIGURES
-    stats.exponents = all_reduced(a, pipeline, group, SlopeSums { stats.exponents }).p;
+    stats.exponents = EXPONENTS
+        ? values[1 + MOMENTS + EXPONENTS]
+        : all_reduced(a, pipeline, group, SlopeSums { stats.exponents }).p;
 #endif
     return stats;
 }
