@@ -1,6 +1,6 @@
 """What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [literal] [topk] [linear]
+    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [literal] [topk] [linear]
 
 Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
 """
@@ -72,6 +72,21 @@ def logits():
         check(kullback.divergence(a, y, "jensen_shannon", form="log_probs", target_form="logits"), a)
 
 
+def labels():
+    """Labels, z-loss and statistics of rows on chip, streamed and short; a backward of its own; logits' own place."""
+    weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
+    weights = {"divergence_weight": 0.5, "label_weight": 0.3, "z_weight": 1e-3}
+    for vocab, kind, dtype in itertools.product(VOCABULARIES, ("kl", "jensen_shannon"), DTYPES[:2]):
+        x, y = rows(vocab, (dtype, dtype))
+        token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
+        token[2] = -100
+        a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
+        with kullback.collecting_statistics():
+            check(kullback.divergence(a, y, kind, labels=token, row_weight=weight, **weights), a)
+            check(kullback.divergence(a, b, kind, labels=token, reduction="none", **weights), a, b)
+            check(kullback.divergence(a * 1, y, kind, labels=token, inplace=True, **weights), a)
+
+
 def literal():
     """Probabilities and their logarithms: all rows at once, rows of a block, of a warp, of eight threads, of one."""
     for vocab, dtype, form in itertools.product((4099, 1001, 33, 1), DTYPES, ("probs", "log_probs")):
@@ -108,7 +123,7 @@ def linear():
 
 
 if __name__ == "__main__":
-    parts = {"logits": logits, "literal": literal, "topk": topk, "linear": linear}
+    parts = {"logits": logits, "labels": labels, "literal": literal, "topk": topk, "linear": linear}
     torch.manual_seed(0)
     with kullback.backend(BACKEND):
         for name in sys.argv[1:] or parts:

@@ -55,8 +55,9 @@ INLINE float difference_factor(const Arguments &a, int power)
 INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? softcapped(x, a.input_softcap) : x; }
 INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? softcapped(y, a.target_softcap) : y; }
 
-/* What a row's divergence counts in its loss */
+/* What a row's divergence counts in its loss, and its label's cross-entropy */
 INLINE double divergence_weight(const Arguments &a) { return IS_MIXED ? (double)a.divergence_weight : 1; }
+INLINE float label_weight(const Arguments &a) { return IS_MIXED ? a.label_weight : 0; }
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.row_weight ? (double)a.row_weight[r] : 1; }
 

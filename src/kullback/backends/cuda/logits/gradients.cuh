@@ -2,19 +2,9 @@
 #pragma once
 
 #include "cuda/logits/fast.cuh"
+#include "cuda/logits/labels.cuh"
 
 namespace kullback {
-
-/* What is upstream of a row's logits */
-struct GradOut {
-    float input, target;
-
-    INLINE GradOut(const Arguments &a, float loss)
-        : input(INPUT_IS_LOGITS ? loss * a.input_inv_temperature : loss),
-          target(TARGET_IS_LOGITS ? loss * a.target_inv_temperature : loss)
-    {
-    }
-};
 
 /* Writes an element's gradients, and returns its term. */
 template <int MODE>
@@ -76,6 +66,7 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<MODE>(a, stats, sums);
+    differentiate_label<MODE>(a, pipeline, group, [&] { return row; }, grad_out);
     TermSums term;
     const auto one = [&](float x, float y, int i, const Row &row) {
         DX input;
@@ -122,6 +113,8 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
+    if (WRITES)
+        differentiate_label<FAST>(a, pipeline, group, [&] { return row; }, grad_out);
     /* Where the target's mass is little and the input's is not, nothing cancels. */
     const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
     const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);

@@ -3,9 +3,21 @@
    the row's may be written over logits, and written after them: by the thread that has its vector, so that none waits. */
 #pragma once
 
-#include "cuda/logits/gradients.cuh"
+#include "cuda/logits/elements.cuh"
 
 namespace kullback {
+
+/* What is upstream of a row's logits, and what of its label's is taken off */
+struct GradOut {
+    float input, target, label;
+
+    /* loss: upstream of the row's divergence; label: of its label's cross-entropy */
+    INLINE GradOut(const Arguments &a, float loss, float label = 0)
+        : input(INPUT_IS_LOGITS ? loss * a.input_inv_temperature : loss),
+          target(TARGET_IS_LOGITS ? loss * a.target_inv_temperature : loss), label(label * a.input_inv_temperature)
+    {
+    }
+};
 
 #if IS_MIXED
 /* What a group keeps of its row's label */
@@ -79,40 +91,33 @@ INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &s
     return factor != 0 ? d_log_q - factor / (a.divergence_weight * d_loss) : d_log_q;
 }
 
-/* What the label's logit is to get, of these sums; upstream: of the row's loss */
-template <int MODE>
-INLINE void differentiate_label(const Slice &slice, const Label &label, const RowStats &stats, const Sums &sums, GradOut grad_out,
-                                float upstream)
+/* Before gradients are written: the row's sums as they are to be, and whether this thread has the label */
+INLINE void mix(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats, Sums &sums, float d_loss)
 {
-    const Arguments &a = slice.a;
-    const Row row = row_constants<MODE>(a, stats, sums);
+    const Label label = label_of(pipeline);
+    sums.d_log_q = mixed_sum(slice.a, label, stats, sums.d_log_q, d_loss);
+    group.has_label = WANT_INPUT && slice.a.label_weight != 0 && has_token(slice, pipeline, group, label.token);
+}
+
+/* What the label's logit is to get. `row()`: its constants, which only this thread asks for. */
+template <int MODE, typename R>
+INLINE void differentiate_label(const Arguments &a, const Pipeline &pipeline, const RowGroup &group, R row, GradOut grad_out)
+{
+    if (!WANT_INPUT || !group.has_label)
+        return;
+    const Row found = row();
+    const Label label = label_of(pipeline);
     float q = input_of(a, label.x), p = target_of(a, label.y);
     if (MODE == FAST) {
-        q = floor_logit(q, row.input_max, a.input_inv_temperature);
-        p = floor_logit(p, row.target_max, a.target_inv_temperature);
+        q = floor_logit(q, found.input_max, a.input_inv_temperature);
+        p = floor_logit(p, found.target_max, a.target_inv_temperature);
     }
-    const float own = element<MODE>(a, q, p, row).input * grad_out.input - upstream * a.label_weight * a.input_inv_temperature;
+    const float own = element<MODE>(a, q, p, found).input * grad_out.input - grad_out.label;
     own_label().input = rounded<DX>(INPUT_IS_CAPPED ? own * softcap_grad(q, a.input_softcap) : own);
 }
 
-/* Before gradients are written, and what of the row waits to be */
-INLINE void mix(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, const RowStats &stats, Sums &sums, bool is_fast,
-                GradOut grad_out, float d_loss, float upstream)
-{
-    const Arguments &a = slice.a;
-    const Label label = label_of(pipeline);
-    sums.d_log_q = mixed_sum(a, label, stats, sums.d_log_q, d_loss);
-    if (!WANT_INPUT || !has_token(slice, pipeline, group, label.token))
-        return;
-    if (HAS_FAST && is_fast)
-        differentiate_label<HAS_FAST ? FAST : SAFE>(slice, label, stats, sums, grad_out, upstream);
-    else
-        differentiate_label<SAFE>(slice, label, stats, sums, grad_out, upstream);
-}
-
-/* After the row's other gradients. Those of vectors are the same warp's; element by element all of a group has them.
-   The token is what `label_of` told: its place may be another row's by now. */
-INLINE void write_label(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, int token, bool by_vectors)
+/* After the row's other gradients. Those of vectors are the same warp's; element by element all of a group has them. */
+INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vectors)
 {
     if (!WANT_INPUT || slice.a.label_weight == 0)
         return;
@@ -120,8 +125,13 @@ INLINE void write_label(const Slice &slice, const Pipeline &pipeline, const RowG
         __syncwarp();
     else
         group_sync(group);
-    if (has_token(slice, pipeline, group, token))
-        slice.d_input()[token] = own_label().input;
+    if (group.has_label) /* its place on chip may be another row's by now */
+        slice.d_input()[slice.a.labels[slice.row]] = own_label().input;
+}
+#else
+template <int MODE, typename R>
+INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, R, GradOut)
+{
 }
 #endif
 

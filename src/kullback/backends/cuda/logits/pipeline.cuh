@@ -105,8 +105,9 @@ struct Pipeline { /* of one row, in registers */
 struct RowGroup {
     int thread, index; /* of this thread among them; of the group in its block */
     unsigned cluster;  /* blocks of the cluster */
-    unsigned exchanges : 2, turn : 30; /* all-reduces so far, modulo twice the slots; rows that were read so far, of the
-                                          producer of all. Together: a register more would spill. */
+    /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; rows that were read so far, of the
+       producer of all. Together: a register more would spill. */
+    unsigned exchanges : 2, has_label : 1, turn : 29;
 };
 
 /* This block's rank in the cluster, asked for each time: kept, it would spill. */

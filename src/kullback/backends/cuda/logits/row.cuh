@@ -5,7 +5,6 @@
    in the safe mode. Gradients are written in the mode of the sums. */
 #pragma once
 
-#include "cuda/logits/labels.cuh"
 #include "cuda/logits/series.cuh"
 
 namespace kullback {
@@ -408,18 +407,17 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
 #endif
     float more = 0;
 #if IS_MIXED
-    const int token = label_of(pipeline).token; /* before its place is another row's */
-    if (!KNOWN && group.thread == 0)
+    if (!KNOWN && group.thread == 0) /* before the label's place is another row's */
         more = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
         const double upstream = WANT_GRADIENT ? weight_of(a, r) * a.scale : 0;
-        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * d_loss));
+        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * d_loss), (float)upstream * label_weight(a));
 #if IS_MIXED
         if (WANT_GRADIENT)
-            mix(slice, pipeline, group, found.stats, found.sums, found.mode == FAST, grad_out, (float)d_loss, (float)upstream);
+            mix(slice, pipeline, group, found.stats, found.sums, (float)d_loss);
 #endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
@@ -433,7 +431,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
                 near_losses[threadIdx.x / WARP] += weight_of(a, r) * (double)mine;
 #if IS_MIXED
             if (WANT_GRADIENT)
-                write_label(slice, pipeline, group, token, true);
+                write_label(slice, group, true);
 #endif
             return;
         }
@@ -464,15 +462,15 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
     if (found.lacks_term) { /* what was to be written is, and the row is released */
 #if IS_MIXED
         if (WANT_GRADIENT)
-            write_label(slice, pipeline, group, token, true);
+            write_label(slice, group, true);
 #endif
         return;
     }
     if (WANT_GRADIENT) {
-        const GradOut grad_out(a, (float)(weight * a.scale * divergence_weight(a) * done.derivative));
+        const double upstream = weight * a.scale;
+        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * done.derivative), (float)upstream * label_weight(a));
 #if IS_MIXED
-        mix(slice, pipeline, group, found.stats, found.sums, found.mode == FAST, grad_out, (float)done.derivative,
-            (float)(weight * a.scale));
+        mix(slice, pipeline, group, found.stats, found.sums, (float)done.derivative);
 #endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);
@@ -481,7 +479,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);
 #if IS_MIXED
-        write_label(slice, pipeline, group, token, found.mode != SAFE);
+        write_label(slice, group, found.mode != SAFE);
 #endif
     } else {
         release_row(slice, pipeline, group);

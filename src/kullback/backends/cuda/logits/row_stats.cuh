@@ -51,7 +51,7 @@ struct RowStats {
             if (TARGET_IS_LOGITS)
                 add(y_part, p);
             if (WANT_FIGURES)
-                add(exponents_part, q * finite_ratio(x_exponent));
+                add(exponents_part, q * x_exponent); /* NaN where an exponent is -inf: found again */
 #if HAS_LOG_RATIOS
             const float ratio = y_exponent - x_exponent;
             if (HAS_P_LOG_RATIO)
@@ -131,7 +131,18 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
         stats.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
-    return all_reduced(a, pipeline, group, stats);
+    stats = all_reduced(a, pipeline, group, stats);
+#if WANT_FIGURES
+    if (warp_all(stats.exponents != stats.exponents)) {
+        double exponents = 0;
+        each_element<false>(slice, pipeline, group, [&](float x, float, int) {
+            const float exponent = finite_ratio(fmaf(input_of(a, x), base_2(a.input_inv_temperature), -low.x));
+            exponents += (double)(ex2(exponent) * exponent);
+        });
+        stats.exponents = all_reduced(a, pipeline, group, SlopeSums { (float)exponents }).p;
+    }
+#endif
+    return stats;
 }
 
 /* What the row's maxima may be: the largest of a sample, and so much that most rows have little above. */

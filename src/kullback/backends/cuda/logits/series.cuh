@@ -142,6 +142,7 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
                                           const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
+    differentiate_label<STABLE>(a, pipeline, group, [&] { return row_constants<STABLE>(a, opaque(stats), sums); }, grad_out);
     float term_factors[SERIES_TERMS - 1]; /* from the 2nd power on */
 #pragma unroll
     for (int k = 0; k < SERIES_TERMS - 1; k++)
