@@ -86,14 +86,27 @@ def main() -> None:
     text.write_text(likely_text(draw, weights), encoding="utf-8")
     options = ["-f", text, "-c", CONTEXT, "-b", CONTEXT, "-ub", CONTEXT, "-t", 1]
     options += ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
-    for name, more in (("base", []), ("candidate", []), ("candidate", ["--kl-divergence"])):
-        file = HERE / ("base.kld" if more else f"{name}.kld")
-        command = [sys.argv[1], "-m", HERE / f"{name}.gguf", *options, "--kl-divergence-base", file, *more]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    told = done.stdout[done.stdout.index("====== Perplexity statistics") :]
+    run = lambda name, file, *more: (
+        subprocess.run(
+            [
+                *map(
+                    str,
+                    [sys.argv[1], "-m", HERE / f"{name}.gguf", *options, "--kl-divergence-base", HERE / file, *more],
+                )
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
     for name in ("base", "candidate"):
+        run(name, f"{name}.kld")
         recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
         subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=HERE)
+    told = ""
+    while "Same top p" not in told:  # its log is sometimes cut at exit
+        told = run("candidate", "base.kld", "--kl-divergence")
+    told = told[told.index("====== Perplexity statistics") :]
     (HERE / "report.txt").write_text(told, encoding="utf-8")
 
 

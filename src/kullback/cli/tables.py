@@ -199,7 +199,8 @@ def heading(found: Found) -> list[str]:
     blocks = found["candidates"][0]["blocks"]
     lines = [
         f"Reference: {found['reference']['path']}",
-        f"{found['rows_read']} rows of {found['vocab']} tokens in {blocks} {found['blocks_are']}; scored: {score} (--score {found['score']})",
+        f"{found['rows_read']} rows of {found['vocab']} tokens in {blocks} {found['blocks_are']}",
+        f"Scored: {score} (--score {found['score']})",
     ]
     if found["formula"] != "exact":
         lines.append(f"Formula: {found['formula']}'s own")
