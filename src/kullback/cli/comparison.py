@@ -327,7 +327,7 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
         kept = str(source.rounded).removeprefix("torch.")
         yield (
             f"logits of {path} were rounded to {kept}: that alone makes a mean KLD of about "
-            f"{sum(rows) / len(rows):.1g}. Hidden states in float16 have no such floor"
+            f"{sum(rows) / len(rows):.2g}. Hidden states in float16 have no such floor"
         )
     of_llama = [each for each in comparison.sources if isinstance(each, LlamaCpp)]
     if of_llama and not comparison.compat:

@@ -26,9 +26,11 @@ th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px 
   overflow-wrap: normal; font-size: .9rem; }
 th:first-child, td:first-child, .prose th, .prose td { text-align: left; }
 .prose td { white-space: pre-wrap; min-width: 5rem; vertical-align: top; } .prose td:nth-child(2) { min-width: 16rem; }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--page); }
 thead th { color: var(--soft); font-weight: 600; }
-figure { margin: 1rem 0; max-width: 44rem; } svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--soft); font: 11px system-ui, sans-serif; } .grid { stroke: var(--line); }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 0 2rem; }
+figure { margin: 1rem 0; } svg { width: 100%; height: auto; display: block; }
+svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--line); }
 .bar { margin: .5rem 0; } .track { position: relative; height: .9rem; background: var(--wash); }
 .track span { position: absolute; top: 0; bottom: 0; } .ends { border: 1px solid var(--text); top: 35% !important;
   bottom: 35% !important; background: var(--text); } .floor { background: var(--soft); opacity: .35; }
@@ -45,7 +47,11 @@ def page(found: dict[str, Any]) -> str:
     body += [f"<p class='warning'>{escape(warning)}</p>" for warning in found["warnings"]]
     if found["rows_read"]:
         shown = list(tables.tables(found))
-        body += [_table(shown[0]), _bars(found), *map(_table, shown[1:]), _curves(found)]
+        body += [
+            _table(shown[0]),
+            f"<div class='pictures'>{_bars(found)}{_curves(found)}</div>",
+            *map(_table, shown[1:]),
+        ]
         body += [_table(tables.worst(each)) for each in found["candidates"] if each["worst"]]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -118,9 +124,9 @@ def _curves(found: dict[str, Any]) -> str:
         f"<span class='key' style='background:var(--c{i % COLOURS})'></span>{escape(name)}" for i, name, _ in curves
     )
     return (
-        f"<section><h2>Share of rows above a KLD</h2><figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' "
-        f"aria-label='Share of rows above a KLD'>{''.join(parts)}</svg><figcaption>{keys}</figcaption></figure>"
-        "</section>"
+        f"<figure><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' "
+        f"aria-label='Share of rows above a KLD'>{''.join(parts)}</svg>"
+        f"<figcaption>Share of rows above a KLD:{keys}</figcaption></figure>"
     )
 
 

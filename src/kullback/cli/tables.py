@@ -37,6 +37,10 @@ def spread(figure: Found, compat: bool, show: Callable[[float], str] = number) -
     return f"± {show(figure['error_if_independent'])}" if compat else interval(figure, show)
 
 
+def _of_spread(compat: bool) -> str:
+    return "± one sigma" if compat else "95 % interval"
+
+
 def tables(found: Found) -> Iterator[Table]:
     """Of a whole comparison."""
     if not found["rows_read"]:
@@ -54,7 +58,7 @@ def tables(found: Found) -> Iterator[Table]:
 
 
 def _overview(found: Found, candidates: list[Found], compat: bool) -> Table:
-    columns = ["candidate", "mean KLD", "± one sigma" if compat else "95 % interval", "median", "99 %", "same top"]
+    columns = ["candidate", "mean KLD", _of_spread(compat), "median", "99 %", "same top"]
     rows = [
         [
             each["name"] + (" *" if each.get("below_floor") else ""),
@@ -103,9 +107,10 @@ PERCENTILES = ("99.9", "99", "95", "90", "75", "50", "25", "10", "5", "1", "0.1"
 
 
 def _divergences(candidates: list[Found], compat: bool) -> Table:
+    of = _of_spread(compat)
     rows = [
         ["mean KLD", *(number(c["kl"]["mean"]) for c in candidates)],
-        ["", *(spread(c["kl"], compat) for c in candidates)],
+        [of, *(spread(c["kl"], compat) for c in candidates)],
         ["maximum", *(number(c["kl"]["max"]) for c in candidates)],
         *(
             ["median" if p == "50" else f"{p} %", *(number(c["kl"]["percentiles"][p]) for c in candidates)]
@@ -116,24 +121,24 @@ def _divergences(candidates: list[Found], compat: bool) -> Table:
         ["Jensen–Shannon", *(number(c["jensen_shannon"]["mean"]) for c in candidates)],
         ["overlap, 1 − TV", *(percent(c["overlap"]["mean"]) for c in candidates)],
         ["same top token", *(percent(c["same_top"]["mean"]) for c in candidates)],
-        ["", *(spread(c["same_top"], compat, percent) for c in candidates)],
+        [of, *(spread(c["same_top"], compat, percent) for c in candidates)],
         ["flips", *(f"{c['flips']} of {c['rows']}" for c in candidates)],
     ]
     return Table("KLD in nats", _columns("", candidates), rows)
 
 
 def _of_text(candidates: list[Found], compat: bool) -> Table:
-    of = [c["perplexity"] for c in candidates]
+    of, ends = [c["perplexity"] for c in candidates], _of_spread(compat)
     change = [c["label_probability_change"] for c in candidates]
     rows = [
         ["perplexity", *(number(p["candidate"]["mean"]) for p in of)],
-        ["", *(spread(p["candidate"], compat) for p in of)],
+        [ends, *(spread(p["candidate"], compat) for p in of)],
         ["reference's", *(number(p["reference"]["mean"]) for p in of)],
         ["ratio", *(number(p["ratio"]["mean"]) for p in of)],
-        ["", *(spread(p["ratio"], compat) for p in of)],
+        [ends, *(spread(p["ratio"], compat) for p in of)],
         ["correlation", *(percent(p["correlation"]) for p in of)],
         ["mean Δp", *(percent(c["mean"], 3) for c in change)],
-        ["", *(spread(c, compat, lambda v: percent(v, 3)) for c in change)],
+        [ends, *(spread(c, compat, lambda v: percent(v, 3)) for c in change)],
         ["root mean square Δp", *(percent(c["root_mean_square"], 3) for c in change)],
         ["maximum Δp", *(percent(c["max"], 3) for c in change)],
         *(
