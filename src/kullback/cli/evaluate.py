@@ -74,15 +74,13 @@ def record(
     from kullback.cli import record as recorder
 
     try:
-        loaded, tokenizer = recorder.load(model, gguf_file, revision, load_dtype)
+        loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="MODEL") from error
     try:
-        read = recorder.read_text(text, tokenizer, window, windows, groups)
+        read = recorder.read_text(text, loaded.tokenizer, window, windows, groups)
         with _progress("windows", len(read.tokens)) as tell:
-            there = recorder.record(
-                *(loaded.to(place), tokenizer, read, output, model, gguf_file, what, getattr(torch, dtype), tell)
-            )
+            there = recorder.record(loaded, read, output, what, getattr(torch, dtype), tell)
     except runs.MismatchError as error:
         _refuse(error)
     except KeyboardInterrupt:

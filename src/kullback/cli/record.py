@@ -32,19 +32,40 @@ class Text(NamedTuple):
     groups: list[str]
 
 
-def load(model: str, gguf_file: str | None, revision: str | None, dtype: str) -> tuple[Model, Any]:
-    """The model in evaluation mode, and its tokenizer. A path of a GGUF file is itself and its folder."""
+class Loaded(NamedTuple):
+    """A model, its tokenizer, and what a recording tells of where they are from."""
+
+    model: Model
+    tokenizer: Any
+    about: dict[str, Any]
+
+
+def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, device: torch.device) -> Loaded:
+    """In evaluation mode. The path of a GGUF file is its folder and its name."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if model.endswith(".gguf") and Path(model).is_file():
-        model, gguf_file = str(Path(model).parent), Path(model).name
+    place = name
+    if name.endswith(".gguf") and Path(name).is_file():
+        place, gguf_file = str(Path(name).parent), Path(name).name
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, **options)
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **options)
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     if gguf_file and dtype == "auto":
         kind = torch.float32  # what quantised weights are made of
-    loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=kind, **options)
-    return loaded.eval().requires_grad_(False), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(place, revision=revision, dtype=kind, **options)
+    about = {
+        "model": name,
+        "gguf_file": gguf_file,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "runtime": {
+            "name": "transformers",
+            "version": importlib.metadata.version("transformers"),
+            "torch": str(torch.__version__),
+            "kullback": kullback.__version__,
+            "device": str(device),
+        },
+    }
+    return Loaded(model.eval().requires_grad_(False).to(device), tokenizer, about)
 
 
 def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, column: str | None) -> Text:
@@ -129,35 +150,23 @@ def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None
             yield str(record["text"]), str(record[column]) if column else None
 
 
-def header(
-    model: Model, name: str, gguf_file: str | None, text: Text, what: str, dtype: torch.dtype, head_sha256: str
-) -> dict[str, Any]:
+def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha256: str) -> dict[str, Any]:
     """What a recording is of; the same again when it is resumed."""
-    head = integration.head_of(model)
-    config = model.config.get_text_config()
-    width = head.weight.size(1) if what == "hidden" else head.weight.size(0)
-    of_window = text.tokens.size(1) * width * dtype.itemsize
+    head = integration.head_of(loaded.model)
+    vocab, hidden = head.weight.shape
+    of_window = text.tokens.size(1) * (hidden if what == "hidden" else vocab) * dtype.itemsize
     windows_per_shard = max(1, SHARD_BYTES // of_window)
     return {
         "format": runs.FORMAT,
         "what": what,
-        "model": name,
-        "gguf_file": gguf_file,
-        "revision": getattr(model.config, "_commit_hash", None),
-        "runtime": {
-            "name": "transformers",
-            "version": importlib.metadata.version("transformers"),
-            "torch": str(torch.__version__),
-            "kullback": kullback.__version__,
-            "device": str(head.weight.device),
-        },
-        "weights": str(head.weight.dtype).removeprefix("torch."),
-        "activations": str(model.dtype).removeprefix("torch."),
-        "dtype": str(dtype).removeprefix("torch."),
+        **loaded.about,
+        "weights": _name_of(head.weight.dtype),
+        "activations": _name_of(loaded.model.dtype),
+        "dtype": _name_of(dtype),
         "logit_scale": head.scale,
         "softcap": head.softcap,
-        "vocab": head.weight.size(0),
-        "hidden_size": getattr(config, "hidden_size", None),
+        "vocab": vocab,
+        "valid_vocab": min(vocab, len(loaded.tokenizer)),
         "tokenizer": runs.TOKENIZER,
         "tokens_sha256": runs.tokens_sha256(text.tokens),
         "head": {"file": runs.HEAD, "sha256": head_sha256},
@@ -169,6 +178,10 @@ def header(
     }
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def sha256_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -177,25 +190,16 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def record(
-    model: Model,
-    tokenizer: Any,
-    text: Text,
-    folder: Path,
-    name: str,
-    gguf_file: str | None,
-    what: str,
-    dtype: torch.dtype,
-    tell: Callable[[int], None],
-) -> int:
+def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dtype, tell: Callable[[int], None]) -> int:
     """Write what is missing of a recording; how many shards were there already."""
     from safetensors.torch import save_file
 
+    model = loaded.model
     integration.check_logits("MODEL", model)
     head = integration.head_of(model)
     weights = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
     weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-    about = header(model, name, gguf_file, text, what, dtype, sha256_of(weights))
+    about = header(loaded, text, what, dtype, sha256_of(weights))
     if (folder / runs.HEADER).exists():
         known = runs.header_of(folder)
         other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
@@ -210,7 +214,7 @@ def record(
     replace(folder / runs.TOKENS, lambda path: save_file(tensors, path))
     if what == "hidden":
         replace(folder / runs.HEAD, lambda path: save_file(weights, path))
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is not None:
         replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
     described = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
@@ -245,7 +249,7 @@ def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
     kept = rows.to(dtype).cpu().contiguous()
     if kept.isinf().any() and not rows.isinf().any():
         raise MismatchError(
-            f"{what} of the model reach {float(rows.abs().max()):.3g}, which {str(dtype).removeprefix('torch.')} "
+            f"{what} of the model reach {float(rows.abs().max()):.3g}, which {_name_of(dtype)} "
             "cannot hold: --dtype bfloat16 or float32 can"
         )
     return kept
