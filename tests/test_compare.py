@@ -799,11 +799,16 @@ def test_the_terminal_is_wide_enough(monkeypatch, files):
     from rich.console import Console
 
     monkeypatch.setattr(evaluate, "console", lambda: Console(width=80))
-    output = run(*files).output
+    names = [files[1].with_name(f"candidate-{i}.safetensors") for i in range(6)]
+    for name in names:
+        shutil.copy(files[1], name)
+    output = run(files[0], *names).output
     lines = output[: output.index("Worst rows")].splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in output.replace(" … ", "")
-    assert "mean KLD" in output
+    means = [line.split()[2:] for line in lines if line.startswith("mean KLD")]
+    assert len(means) > 1
+    assert [mean for line in means for mean in line] == [means[0][0]] * 6
 
 
 def test_rows_are_written(tmp_path, files, pair):

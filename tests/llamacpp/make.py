@@ -8,6 +8,7 @@ Tokens are single letters, so that the vocabulary needs no merges. Logits span m
 file keeps.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ def main() -> None:
         ).stdout
     )
     for name in ("base", "candidate"):
+        shutil.rmtree(HERE / f"{name}-run", ignore_errors=True)
         run(name, f"{name}.kld")
         recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
         subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=HERE)

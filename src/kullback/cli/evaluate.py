@@ -188,16 +188,21 @@ def show(found: dict[str, Any]) -> None:
     shown = list(tables.tables(found))
     of_worst = [tables.worst(each, SHOWN_WORST) for each in found["candidates"] if each.get("worst")]
     for each in [*shown, *of_worst]:
-        table = Table(box=None, pad_edge=False, title_justify="left", padding=(0, 2, 0, 0))
-        for i, column in enumerate(each.columns):
-            left = i == 0 or each.is_prose
-            table.add_column(escape(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
-        for row in each.rows:
-            table.add_row(*map(escape, row))
         out.print(f"\n[bold]{escape(each.title)}[/]", highlight=False)
-        out.print(table, highlight=False)
+        for part in each.within(out.width):
+            out.print(_as_rich(part), highlight=False)
         if each.note:
             out.print(each.note, style="dim", markup=False, highlight=False)
+
+
+def _as_rich(words: tables.Table) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(words.columns):
+        left = i == 0 or words.is_prose
+        table.add_column(escape(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    for row in words.rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def _write_rows(planned: comparison_module.Comparison, path: Path) -> None:

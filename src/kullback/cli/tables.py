@@ -14,6 +14,22 @@ class Table(NamedTuple):
     rows: list[list[str]]
     note: str = ""
     is_prose: bool = False  # all columns are of words, but for the first
+    fixed: int = 0  # columns that candidates' own follow; 0 where columns are not candidates
+
+    def within(self, width: int) -> Iterator[Table]:
+        """The same in tables of so many characters if it can be, each of some of the candidates."""
+        if not self.fixed:
+            yield self
+            return
+        wide = [max(map(len, column)) + 2 for column in zip(self.columns, *self.rows, strict=True)]
+        start = self.fixed
+        while start < len(wide):
+            stop, left = start + 1, width - sum(wide[: self.fixed]) - wide[start]
+            while stop < len(wide) and wide[stop] <= left:
+                left, stop = left - wide[stop], stop + 1
+            cut = lambda row, start=start, stop=stop: [*row[: self.fixed], *row[start:stop]]
+            yield self._replace(columns=cut(self.columns), rows=[cut(row) for row in self.rows])
+            start = stop
 
 
 def number(value: float | str | None) -> str:
@@ -124,7 +140,7 @@ def _divergences(candidates: list[Found], compat: bool) -> Table:
         [of, *(spread(c["same_top"], compat, percent) for c in candidates)],
         ["flips", *(f"{c['flips']} of {c['rows']}" for c in candidates)],
     ]
-    return Table("KLD in nats", _columns("", candidates), rows)
+    return Table("KLD in nats", _columns("", candidates), rows, fixed=1)
 
 
 def _of_text(candidates: list[Found], compat: bool) -> Table:
@@ -152,7 +168,7 @@ def _of_text(candidates: list[Found], compat: bool) -> Table:
         ),
     ]
     note = "Δp: the candidate's probability of the text's own next token, less the reference's."
-    return Table("The text's own tokens", _columns("", candidates), rows, note)
+    return Table("The text's own tokens", _columns("", candidates), rows, note, fixed=1)
 
 
 def _brief(each: Found) -> str:
@@ -165,7 +181,7 @@ def _by_confidence(candidates: list[Found]) -> Table:
         name = f"{bucket['from']:g} … {bucket['to']:g}"
         rows.append([name, str(bucket["rows"]), *(_brief(c["by_confidence"][i]) for c in candidates)])
     columns = ["reference's best p", "rows", *(c["name"] for c in candidates)]
-    return Table("By the reference's confidence: mean KLD, same top", columns, rows)
+    return Table("By the reference's confidence: mean KLD, same top", columns, rows, fixed=2)
 
 
 def _by_group(candidates: list[Found]) -> Table:
@@ -173,7 +189,8 @@ def _by_group(candidates: list[Found]) -> Table:
         [name, str(of["rows"]), *(_brief(c["by_group"][name]) for c in candidates)]
         for name, of in candidates[0]["by_group"].items()
     ]
-    return Table("By group: mean KLD, same top", ["group", "rows", *(c["name"] for c in candidates)], rows)
+    columns = ["group", "rows", *(c["name"] for c in candidates)]
+    return Table("By group: mean KLD, same top", columns, rows, fixed=2)
 
 
 def worst(candidate: Found, count: int | None = None) -> Table:
