@@ -20,7 +20,7 @@ from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
 
 FORMAT = "kullback-compare/1"
-CHUNK_BYTES = 1 << 27  # of a side's logits in float32
+CHUNK_BYTES = 1 << 26  # of a side's logits in float32
 LLAMA_CPP = "llama.cpp"
 LEAST = -16.0  # llama.cpp leaves out the terms of tokens below this log-probability
 SAMPLE = 16  # one row of so many is asked what its rounding does
