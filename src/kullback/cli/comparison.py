@@ -261,6 +261,8 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
     mine = comparison.reports, comparison.rounding, comparison.interrupted
     every: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(mine, every)
+    dist.barrier()  # a process that ends while another still waits may abort it
+    dist.destroy_process_group()
     for reports, rounding, interrupted in (every or [])[1:]:
         for own, theirs in zip(comparison.reports, reports, strict=True):
             own.merge(theirs)
