@@ -483,7 +483,8 @@ def floats(file):
 
 
 def test_two_base_files_share_one_bucket(tmp_path):
-    found = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / "candidate.kld", "--rows", tmp_path / "rows.safetensors")
+    files = FIXTURE / "base.kld", FIXTURE / "candidate.kld"
+    found = found_by(tmp_path, *files, "--rows", tmp_path / "rows.safetensors")
     (p, low, _), (q, also, _) = (read_kld(FIXTURE / f"{name}.kld") for name in ("base", "candidate"))
     known = ~(low | also)
     # Rounded entries need not add up to 1: by - p + q that counts in second order alone. Buckets add little.
@@ -493,6 +494,9 @@ def test_two_base_files_share_one_bucket(tmp_path):
     assert abs(ours - kl).max() < 2e-5
     assert kl.max() > 0.4
     assert any("one bucket" in warning for warning in found["warnings"])
+    found_by(tmp_path, *files, "--compat", "llama.cpp", "--rows", tmp_path / "rows.safetensors")
+    literal = np.where(p > -16, np.exp(p) * (p - q), 0).sum(-1)
+    assert abs(floats_of(tmp_path / "rows.safetensors", "kl") - literal).max() < 2e-6
 
 
 def floats_of(path, name):

@@ -135,10 +135,10 @@ def test_documents_and_groups(loaded, tmp_path):
     ]
     assert layout.block.tolist() == [0] * 10 + [2] * 3
     assert [layout.groups[i] for i in layout.group] == ["b"] * 10 + ["a"] * 3
-    for column, words in (("topic", "line 1 has no column 'topic'"), (None, "")):
-        if column:
-            with pytest.raises(runs.MismatchError, match=words):
-                recorded(loaded, path, tmp_path / "other", column=column)
+    alone = record.read_text(path, Tokenizer(bos=False), 9, None, None).tokens
+    assert alone.tolist() == [[*range(3, 12)], [13, 14, 15, *[-1] * 6]]  # the tenth letter has nothing after it
+    with pytest.raises(runs.MismatchError, match="line 1 has no column 'topic'"):
+        recorded(loaded, path, tmp_path / "other", column="topic")
     path.write_text('{"text": "ab"}\n{"text"\n', encoding="utf-8")
     with pytest.raises(runs.MismatchError, match=r"documents.jsonl, line 2"):
         recorded(loaded, path, tmp_path / "other")
