@@ -614,6 +614,7 @@ def test_files_that_do_not_belong_together(tmp_path, files, pair):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["x", "x"], "x is given twice"),
         (["--score", "last"], "'last' is not all, half or N:"),
         (["--compat", "ollama"], "'ollama' is not one of llama.cpp"),
         (["--json", "/no/such/folder/x.json"], "no folder"),

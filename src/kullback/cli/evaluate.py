@@ -143,6 +143,9 @@ def compare(
     score = score or ("half" if compat else "all")
     if score not in ("all", "half") and not (score.endswith(":") and score[:-1].isdecimal()):
         raise typer.BadParameter(f"{score!r} is not all, half or N:, as in 16:", param_hint="--score")
+    twice = sorted({str(path) for path in candidates if candidates.count(path) > 1})
+    if twice:
+        raise typer.BadParameter(f"{', '.join(twice)} is given twice", param_hint="CANDIDATES")
     place = _device(device)
     for option, path, suffixes in (
         ("--json", json_path, ()),
