@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from kullback.cli import record, runs
+from kullback.cli import evaluate, record, runs
 from kullback.cli.commands import app
 
 FIXTURE = Path(__file__).parent / "llamacpp"
@@ -197,7 +197,7 @@ def test_a_write_that_breaks_leaves_nothing(tmp_path):
 def test_another_recording_is_not_overwritten(loaded, text, tmp_path):
     recorded(loaded, text, tmp_path / "run")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    with pytest.raises(runs.MismatchError, match=r"has another recording: dtype 'float32', .*; this one has 'float16'"):
+    with pytest.raises(runs.MismatchError, match="has another recording: dtype 'float32'; this one has 'float16'"):
         recorded(loaded, text, tmp_path / "run", dtype=torch.float16)
     other = loaded._replace(model=Model().eval().requires_grad_(False))
     with pytest.raises(runs.MismatchError, match="has another recording: head"):
@@ -235,6 +235,34 @@ def test_tokens_that_were_changed_are_noticed(loaded, text, tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_the_command_ends_and_goes_on(loaded, text, tmp_path, monkeypatch):
+    """With its exit status; the model is not transformers' here."""
+    monkeypatch.setattr(evaluate, "_need", lambda packages, extra: None)
+    monkeypatch.setattr(record, "load", lambda *_: loaded)
+    monkeypatch.setattr(record, "SHARD_WINDOWS", 2)
+    true, calls = record.said, []
+
+    def fourth_time(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return true(*arguments)
+
+    monkeypatch.setattr(record, "said", fourth_time)
+    command = ["record", "tiny", text, "-o", tmp_path / "run", "--window", WINDOW]
+    result = run(*command)
+    assert result.exit_code == 130
+    assert "interrupted: " in result.output
+    assert "has 1 whole shards" in " ".join(result.output.split())
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "35 rows of 5 windows" in result.output
+    assert "1 shards of it from before" in result.output
+    result = run(*command, "--dtype", "float32")
+    assert result.exit_code == 3
+    assert "has another recording" in result.output
 
 
 def test_usage(text, tmp_path):

@@ -19,7 +19,7 @@ from kullback.cli import runs
 from kullback.cli.runs import NO_TOKEN, MismatchError
 from kullback.integrations import transformers as integration
 
-SHARD_BYTES = 1 << 26
+SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
 Model = Any
 
 
@@ -155,7 +155,7 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
     head = integration.head_of(loaded.model)
     vocab, hidden = head.weight.shape
     of_window = text.tokens.size(1) * (hidden if what == "hidden" else vocab) * dtype.itemsize
-    windows_per_shard = max(1, SHARD_BYTES // of_window)
+    windows_per_shard = max(1, min(SHARD_WINDOWS, SHARD_BYTES // of_window))
     return {
         "format": runs.FORMAT,
         "what": what,
