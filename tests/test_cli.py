@@ -34,7 +34,7 @@ def terminal(monkeypatch):
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_teaches(option):
-    for command in ([], ["info"], ["check"], ["bench"], ["show"], ["export", "kernelbench"]):
+    for command in ([], ["record"], ["compare"], ["info"], ["check"], ["bench"], ["show"], ["export", "kernelbench"]):
         result = run(*command, option)
         assert result.exit_code == 0
         assert len(result.output.splitlines()) > 5

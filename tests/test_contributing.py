@@ -150,6 +150,8 @@ def test_no_other_file_names_a_kind_that_is_not_its_own():
         "src/kullback/functional.py",  # the table of its docstring, and an example
         "src/kullback/integrations/transformers.py",  # an example
         "src/kullback/statistics.py",  # a figure of its own
+        "src/kullback/compare.py",  # which is summed up
+        "src/kullback/cli/tables.py",  # and shown
         "src/kullback/words.py",  # what it is called elsewhere
         "src/kullback/cli/reference.py",
         "src/kullback/cli/bench.py",  # Liger has this one and kl

@@ -12,7 +12,7 @@ from kullback.divergences import DIVERGENCES, Kind
 from tests import tables
 
 LONGEST = 30  # words
-PROSE = [tables.ROOT / name for name in ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md")]
+PROSE = [tables.ROOT / name for name in ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md", "docs/compare.md")]
 PROSE += sorted((tables.ROOT / "docs/guides").glob("*.md"))
 
 

@@ -1,11 +1,10 @@
-"""info, check, bench, show, export: their arguments, and how they look."""
+"""info, check, bench, show, export: their arguments, and how they look; record and compare are in `evaluate`."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,9 @@ from kullback.backends.c.compile import compiler
 from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
+from kullback.cli import evaluate
 from kullback.cli import rows as rows_module
+from kullback.cli.options import one_of, writable
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
@@ -40,6 +41,8 @@ app = typer.Typer(
 )
 export_app = typer.Typer(help="Print a kernel for use elsewhere.", no_args_is_help=True)
 app.add_typer(export_app, name="export")
+app.command()(evaluate.record)
+app.command()(evaluate.compare)
 console = Console()
 Kind = Annotated[str, typer.Option(help=f"The divergence: {', '.join(DIVERGENCES)}.")]
 Form = Annotated[str, typer.Option(help=f"What the tensors hold: {', '.join(FORMS)}.")]
@@ -58,12 +61,6 @@ def options(
     ] = False,
 ) -> None:
     """Divergences between categorical distributions: what runs here, how exact, how fast."""
-
-
-def _one_of(option: str, value: str, known: Any) -> str:
-    if value not in known:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
-    return value
 
 
 @contextmanager
@@ -186,11 +183,11 @@ def bench(
     row by row. With too little memory fewer rows are taken, and that is said.
     """
     form = form or ("probs" if source == "random" else "logits")
-    _one_of("--dtype", dtype, bench_module.DTYPES)
-    _one_of("--form", form, FORMS)
-    _one_of("--kind", kind, DIVERGENCES)
+    one_of("--dtype", dtype, bench_module.DTYPES)
+    one_of("--form", form, FORMS)
+    one_of("--kind", kind, DIVERGENCES)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _one_of("--device", device, ("cuda", "cpu"))
+    one_of("--device", device, ("cuda", "cpu"))
     if device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
     students, model_vocab = _students(source, student, form)
@@ -204,8 +201,8 @@ def bench(
         raise typer.BadParameter(f"it is for logits; got form {form!r}", param_hint="--noise")
     if not math.isfinite(noise):
         raise typer.BadParameter(f"it has to be finite; got {noise}", param_hint="--noise")
-    _writable("--json", json_path)
-    _writable("--plot", plot, PLOTS)
+    writable("--json", json_path)
+    writable("--plot", plot, PLOTS)
     if bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device) < 1:
         raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -257,28 +254,11 @@ def _students(source: str, asked: list[str] | None, form: str) -> tuple[list[str
     except (FileNotFoundError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error), param_hint="--rows") from error
     for name in asked or ():
-        _one_of("--student", name, known)
+        one_of("--student", name, known)
     return asked or known, vocab
 
 
 PLOTS = (".png", ".pdf", ".svg")
-
-
-def _writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:
-    """Said before the work, whose results would be lost."""
-    reason = ""
-    if path is None:
-        return
-    if path.is_dir():
-        reason = f"{path} is a folder"
-    elif not path.parent.is_dir():
-        reason = f"there is no folder {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = f"{path} cannot be written"
-    elif suffixes and path.suffix not in suffixes:
-        reason = f"{path.name} does not end in {', '.join(suffixes)}"
-    if reason:
-        raise typer.BadParameter(reason, param_hint=option)
 
 
 # A row's terms have both signs: near p = q its relative error is more than its terms'.
@@ -345,9 +325,9 @@ def show(
     target_form: Annotated[str, typer.Option(help="What the target holds; by default as the input.")] = "",
 ) -> None:
     """Print the functor that is pasted into the C and CUDA templates."""
-    _one_of("KIND", kind, DIVERGENCES)
-    _one_of("--form", form, FORMS)
-    _one_of("--target-form", target_form or form, FORMS)
+    one_of("KIND", kind, DIVERGENCES)
+    one_of("--form", form, FORMS)
+    one_of("--target-form", target_form or form, FORMS)
     typer.echo(f"/* {kind}: {DIVERGENCES[kind].definition} */\n")
     typer.echo(print_functor(kind, form, target_form or form), nl=False)
 
@@ -357,7 +337,7 @@ def export_kernelbench(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file; by default printed.")] = None,
 ) -> None:
     """KernelBench level 1, problem 98, as one Python file that needs torch and nvcc only."""
-    _writable("--output", output)
+    writable("--output", output)
     text = kernelbench.standalone()
     if output is None:
         typer.echo(text, nl=False)

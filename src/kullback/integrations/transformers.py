@@ -81,7 +81,7 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
         raise ValueError("student is distilled already, or its forward is another's: undo that first")
     teacher.eval()
     for name, each in (("student", model), ("teacher", reference)):
-        _check_logits(name, each)
+        check_logits(name, each)
     own_forward = model.forward
 
     @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
@@ -92,9 +92,9 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
             return own_forward(input_ids=input_ids, **batch)
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS}
         inputs |= {"input_ids": input_ids, "use_cache": False}
-        hidden = _hidden_states(self, inputs)
+        hidden = hidden_states(self, inputs)
         with torch.no_grad():
-            target = _hidden_states(reference, inputs)
+            target = hidden_states(reference, inputs)
         if shifted is None and labels is not None:
             hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
         assert shifted is not None
@@ -142,7 +142,7 @@ def _unwrapped(name: str, model: Model) -> Model:
     return model
 
 
-def _hidden_states(model: Model, inputs: dict[str, Any]) -> Tensor:
+def hidden_states(model: Model, inputs: dict[str, Any]) -> Tensor:
     """[batch, tokens, hidden]: the head's input."""
     hidden: Tensor = model.get_decoder()(**inputs).last_hidden_state
     return hidden
@@ -200,7 +200,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 PROBE = 4  # tokens
 
 
-def _check_logits(name: str, model: Model) -> None:
+def check_logits(name: str, model: Model) -> None:
     """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook."""
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         return  # FSDP2 gathers them in a forward alone
@@ -208,7 +208,7 @@ def _check_logits(name: str, model: Model) -> None:
     with _evaluating(model):
         wanted = model(input_ids=ids, use_cache=False).logits.double()
         head = head_of(model)
-        hidden = _hidden_states(model, {"input_ids": ids, "use_cache": False})
+        hidden = hidden_states(model, {"input_ids": ids, "use_cache": False})
         logits = hidden.double() @ head.weight.double().t()
         logits = (logits if head.bias is None else logits + head.bias.double()) * head.scale
         if head.softcap is not None:

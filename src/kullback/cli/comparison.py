@@ -1,0 +1,379 @@
+"""Candidates against a reference: which rows belong together, and a pass over them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import kullback
+from kullback.cli.runs import Layout, LlamaCpp, MismatchError, Read, Recording, Source
+from kullback.compare import Report, paired
+from kullback.problem import IGNORED
+from kullback.statistics import RowStatistics
+
+FORMAT = "kullback-compare/1"
+CHUNK_BYTES = 1 << 26  # of a side's logits in float32
+LLAMA_CPP = "llama.cpp"
+LEAST = -16.0  # llama.cpp leaves out the terms of tokens below this log-probability
+SAMPLE = 16  # one row of so many is asked what its rounding does
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The last parts of paths if they tell them apart."""
+    short = [path.name or str(path) for path in paths]
+    return short if len(set(short)) == len(short) else [str(path) for path in paths]
+
+
+@dataclass
+class Comparison:
+    """What is compared with what, and what has been found so far."""
+
+    reference: Source
+    candidates: list[Source]
+    names: list[str]
+    vocab: int
+    score: str
+    compat: bool
+    floor: Source | None = None
+    index: list[Tensor] = field(default_factory=list)  # of each source: its rows that count, in one order
+    asked: int = 0  # rows that count, whether they are there or not
+    reports: list[Report] = field(default_factory=list)
+    rounding: dict[str, list[float]] = field(default_factory=dict)
+    interrupted: bool = False
+
+    @property
+    def sources(self) -> list[Source]:
+        return [self.reference, *self.candidates, *([] if self.floor is None else [self.floor])]
+
+    @property
+    def teller(self) -> int:
+        """Of whose rows labels, blocks and groups are taken: a recording's, if there is one."""
+        sources = self.sources
+        told = [i for i, each in enumerate(sources) if isinstance(each, Recording)]
+        told += [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
+        return told[0] if told else 0
+
+    @property
+    def layout(self) -> Layout:
+        return self.sources[self.teller].layout
+
+
+def plan(
+    reference: Source,
+    candidates: Sequence[Source],
+    names: Sequence[str],
+    score: str = "all",
+    valid_vocab: int | None = None,
+    compat: bool = False,
+    floor: Source | None = None,
+) -> Comparison:
+    """Raises MismatchError where files do not belong together."""
+    comparison = Comparison(reference, list(candidates), list(names), 0, score, compat, floor)
+    comparison.vocab = _vocabulary(comparison.sources, valid_vocab)
+    for each in comparison.sources[1:]:
+        _check_tokens(reference, each)
+    layout = reference.layout
+    known = layout.position >= first_scored(score, layout.length)
+    found = [torch.arange(len(layout.window))]
+    for each in comparison.sources[1:]:
+        found.append(_rows_in(each, reference))
+        known &= found[-1] >= 0
+    if not known.any():
+        raise MismatchError(
+            f"no row is left to compare: {reference.path} has {len(known)} rows of windows of {layout.length}, "
+            f"of which --score {score} and the other files leave none"
+        )
+    comparison.asked = int(known.sum())
+    for each, rows in zip(comparison.sources, found, strict=True):
+        known &= rows < each.rows
+    comparison.index = [rows[known] for rows in found]
+    comparison.reports = [Report() for _ in comparison.sources[1:]]
+    return comparison
+
+
+def first_scored(score: str, length: int) -> int:
+    """The first position that counts: of all, of the second half as in llama.cpp, or from N on."""
+    if score == "all":
+        return 0
+    return length // 2 if score == "half" else int(score.removesuffix(":"))
+
+
+def _vocabulary(sources: Sequence[Source], valid: int | None) -> int:
+    reference, least = sources[0], min(each.vocab for each in sources)
+    if valid is not None and not 1 <= valid <= least:
+        raise MismatchError(f"--valid-vocab {valid}: the smallest vocabulary of the files has {least} tokens")
+    if valid is not None:
+        return valid
+    for each in sources[1:]:
+        if each.vocab != reference.vocab:
+            raise MismatchError(
+                f"vocabularies differ: {reference.path} has {reference.vocab} tokens and {each.path} {each.vocab}. "
+                f"If the first {least} are the same and the others padding: --valid-vocab {least}"
+            )
+    return reference.vocab
+
+
+def _check_tokens(reference: Source, other: Source) -> None:
+    one, two = reference.layout.tokens, other.layout.tokens
+    where = f"{reference.path} and {other.path}"
+    if one is None or two is None:
+        counts = len(reference.layout.window), len(other.layout.window)
+        if counts[0] != counts[1]:
+            raise MismatchError(
+                f"{where} have {counts[0]} and {counts[1]} rows, and not both have tokens to tell which belong together"
+            )
+        return
+    if one.shape != two.shape:
+        raise MismatchError(
+            f"{where} have {list(one.shape)} and {list(two.shape)} tokens [windows, window]; record both of one text: "
+            f"`kullback record MODEL {reference.path} -o RUN` reads the reference's tokens again"
+        )
+    # llama.cpp keeps the text's own token where it has put the one that begins a sequence.
+    skip = 1 if isinstance(reference, LlamaCpp) or isinstance(other, LlamaCpp) else 0
+    differ = (one[:, skip:] != two[:, skip:]).any(-1)
+    if differ.any():
+        raise MismatchError(
+            f"{where} are of different texts or tokenizers: {int(differ.sum())} of {len(one)} windows differ, "
+            f"first window {int(differ.nonzero()[0])}"
+        )
+
+
+def _rows_in(source: Source, reference: Source) -> Tensor:
+    """For each row of the reference, the source's; -1 where it has none."""
+    layout, own = reference.layout, source.layout
+    if layout.tokens is None or own.tokens is None:
+        return torch.arange(len(layout.window))
+    places = torch.full((len(own.tokens), own.length), -1)
+    places[own.window, own.position] = torch.arange(len(own.window))
+    return places[layout.window, layout.position]
+
+
+def run(
+    comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
+) -> None:
+    """One pass over all rows, of which each rank takes its share. An interrupt ends it with what was read."""
+    step = max(1, CHUNK_BYTES // (4 * comparison.vocab))
+    layout, teller = comparison.layout, comparison.teller
+    chunks = torch.arange(len(comparison.index[0])).split(step)
+    try:
+        for part in chunks[rank::world]:
+            told = comparison.index[teller][part]
+            labels = layout.label[told].to(device)
+            has_labels = bool((layout.label != IGNORED).any())
+            reads = (
+                each.read(index[part], comparison.vocab, device)
+                for each, index in zip(comparison.sources, comparison.index, strict=True)
+            )
+            reference = next(reads)
+            _note_rounding(comparison, 0, reference)
+            for i, candidate in enumerate(reads):
+                _note_rounding(comparison, i + 1, candidate)
+                comparison.reports[i].add(
+                    statistics(candidate, reference, labels if has_labels else None, comparison.compat),
+                    block=layout.block[told],
+                    group=None if layout.group is None else layout.group[told],
+                    row=told,
+                )
+                del candidate
+            tell(len(part) * world)
+    except KeyboardInterrupt:
+        comparison.interrupted = True
+
+
+def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: bool) -> RowStatistics:
+    x, y = candidate.values, reference.values
+    if candidate.floored is None and reference.floored is None and not compat:
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        return kullback.row_statistics(x.to(dtype), y.to(dtype), labels)
+    log_q, log_p = (_log_probs(side) for side in (candidate, reference))
+    found = kullback.row_statistics(*_with_bucket(candidate, reference, log_q, log_p), form="log_probs")
+    top, target_top = log_q.argmax(-1), log_p.argmax(-1)
+    found = found._replace(top_token=top, target_top_token=target_top, agreement=top == target_top)
+    if compat:
+        terms = log_p.double().exp() * (log_p.double() - log_q.double())
+        found = found._replace(kl=torch.where(log_p > LEAST, terms, 0).sum(-1))
+    return found if labels is None else found._replace(**_of_labels(labels, log_q, log_p))
+
+
+def _log_probs(side: Read) -> Tensor:
+    """A file's as they stand, which is an upper bound of what lies at its floor."""
+    return side.values if side.floored is not None else side.values.float().log_softmax(-1)
+
+
+def _with_bucket(x: Read, y: Read, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of tokens known on both sides, and last that of all others together.
+
+    What a file's known tokens leave of 1 is the bucket's, within what its floor allows. Where their rounding leaves
+    nothing, the bucket is taken to be the other side's: nothing is known to differ.
+    """
+    none = torch.zeros_like(log_p, dtype=torch.bool)
+    unknown = (none if x.floored is None else x.floored) | (none if y.floored is None else y.floored)
+    most = [torch.where(unknown, side, -math.inf).double().exp().sum(-1) for side in (log_q, log_p)]
+    known = [torch.where(unknown, -math.inf, side).double().exp().sum(-1) for side in (log_q, log_p)]
+    rest = [
+        at_most if side.floored is None else torch.minimum(1 - sum_of, at_most)
+        for side, at_most, sum_of in zip((x, y), most, known, strict=True)
+    ]
+    alike = torch.minimum(torch.where(rest[0] > 0, rest[0], most[0]), torch.where(rest[1] > 0, rest[1], most[1]))
+    sides = []
+    for side, own in ((log_q, rest[0]), (log_p, rest[1])):
+        bucket = torch.where(own > 0, own, alike).log().to(side.dtype)
+        sides.append(torch.cat([torch.where(unknown, -math.inf, side), bucket.unsqueeze(-1)], -1))
+    return sides[0], sides[1]
+
+
+def _of_labels(labels: Tensor, log_q: Tensor, log_p: Tensor) -> dict[str, Tensor]:
+    """Of the true token as the file has it, which may lie in the bucket."""
+    counts, found = labels != IGNORED, {}
+    column = torch.where(counts, labels, 0).unsqueeze(-1)
+    for name, side in (("label", log_q), ("target_label", log_p)):
+        own = side.gather(-1, column)
+        found[f"{name}_log_prob"] = torch.where(counts, own.squeeze(-1).float(), math.nan)
+        found[f"{name}_rank"] = torch.where(counts, (side > own).sum(-1), -1)
+    return found
+
+
+def _note_rounding(comparison: Comparison, which: int, read: Read) -> None:
+    """The kl that the rounding of 16-bit logits alone makes: half the variance, under the row, of its error."""
+    source = comparison.sources[which]
+    if source.rounded is None:
+        return
+    values = read.values[::SAMPLE].float()
+    bits = 7 if source.rounded == torch.bfloat16 else 10
+    unit = torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 1 - bits)
+    p = values.softmax(-1)
+    rows = (p * (1 - p) * unit.square()).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
+    comparison.rounding.setdefault(str(source.path), []).extend(rows.tolist())
+
+
+def gather(comparison: Comparison, rank: int, world: int) -> bool:
+    """All ranks' rows to the first, which alone goes on."""
+    if world == 1:
+        return True
+    mine = comparison.reports, comparison.rounding, comparison.interrupted
+    every: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(mine, every)
+    dist.barrier()  # a process that ends while another still waits may abort it
+    dist.destroy_process_group()
+    for reports, rounding, interrupted in (every or [])[1:]:
+        for own, theirs in zip(comparison.reports, reports, strict=True):
+            own.merge(theirs)
+        for path, rows in rounding.items():
+            comparison.rounding.setdefault(path, []).extend(rows)
+        comparison.interrupted |= interrupted
+    return rank == 0
+
+
+def result(comparison: Comparison, worst: int) -> dict[str, Any]:
+    """Everything that was found, as plain data."""
+    reports = dict(zip(comparison.names, comparison.reports, strict=False))
+    layout = comparison.layout
+    decode = decoder(comparison.sources)
+    candidates: list[dict[str, Any]] = []
+    for (name, report), source in zip(reports.items(), comparison.candidates, strict=True):
+        summary = report.summary()
+        if "by_group" in summary:
+            summary["by_group"] = {layout.groups[i]: of for i, of in summary["by_group"].items()}
+        summary["worst"] = [in_context(row, layout, decode) for row in report.worst(worst)]
+        candidates.append({"name": name, "path": str(source.path), "about": source.about} | summary)
+    read = candidates[0]["rows"] + candidates[0].get("rows_not_numbers", 0)
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "kullback": kullback.__version__,
+        "reference": {"path": str(comparison.reference.path), "about": comparison.reference.about},
+        "score": comparison.score,
+        "first_position": int(layout.position[comparison.index[comparison.teller]].min())
+        if len(comparison.index[0])
+        else 0,
+        "formula": LLAMA_CPP if comparison.compat else "exact",
+        "vocab": comparison.vocab,
+        "rows_asked": comparison.asked,
+        "rows_read": read,
+        "complete": read == comparison.asked and not comparison.interrupted,
+        "interrupted": comparison.interrupted,
+        "blocks_are": "documents" if torch.any(layout.block != layout.window) else "windows",
+        "floor": None,
+        "candidates": candidates,
+        "differences": list(differences(reports)) if read else [],
+    }
+    if comparison.floor is not None:
+        found["floor"] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
+        for each in candidates:
+            each["below_floor"] = bool(read) and each["kl"]["mean"] <= found["floor"]["kl"]["mean"]
+    found["warnings"] = list(warnings(comparison, found))
+    return found
+
+
+def differences(reports: dict[str, Report]) -> Iterator[dict[str, Any]]:
+    """In the order of their means, each candidate against the next better one."""
+    mean = {name: float(report.rows()["kl"].double().nanmean()) for name, report in reports.items()}
+    order = sorted(mean, key=lambda name: mean[name])
+    for better, worse in itertools.pairwise(order):
+        yield {"worse": worse, "better": better} | paired(reports[worse], reports[better])
+
+
+def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
+    if not found["complete"]:
+        why = "interrupted" if found["interrupted"] else "a file is cut or a recording has not ended"
+        yield f"{found['rows_read']} of {found['rows_asked']} rows were read: {why}"
+    for path, rows in comparison.rounding.items():
+        source = next(each for each in comparison.sources if str(each.path) == path)
+        kept = str(source.rounded).removeprefix("torch.")
+        yield (
+            f"logits of {path} were rounded to {kept}: that alone makes a mean KLD of about "
+            f"{sum(rows) / len(rows):.2g}. Hidden states in float16 have no such floor"
+        )
+    of_llama = [each for each in comparison.sources if isinstance(each, LlamaCpp)]
+    if of_llama and not comparison.compat:
+        yield (
+            "llama.cpp's files do not say what lies 16 nats below a row's best token: all of that is one bucket. "
+            "KLD is known to about 2e-5, reverse KLD roughly, and a true token there has a bound as its probability"
+        )
+    left_out = max(each.get("rows_not_numbers", 0) for each in found["candidates"])
+    if left_out:
+        yield f"{left_out} rows are not numbers (NaN) and left out of all figures"
+    least = found["candidates"][0]["blocks"]
+    if 0 < least < 10:
+        yield f"no intervals: {least} independent {found['blocks_are']} are fewer than ten"
+
+
+def decoder(sources: Sequence[Source]) -> Callable[[list[int]], str]:
+    """Text of token ids by a recording's tokenizer, or the ids themselves."""
+    for source in sources:
+        path = source.path / str(source.about.get("tokenizer"))
+        if isinstance(source, Recording) and path.is_file():
+            try:
+                from tokenizers import Tokenizer
+            except ImportError:
+                break
+            tokenizer = Tokenizer.from_file(str(path))
+            return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+    return lambda ids: " ".join(map(str, ids))
+
+
+CONTEXT = 12  # tokens
+
+
+def in_context(row: dict[str, Any], layout: Layout, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+    """A row, what stood before it, and what each model would have said."""
+    at = row["row"]
+    window, position = int(layout.window[at]), int(layout.position[at])
+    found = {"window": window, "position": position} | row
+    if layout.tokens is not None:
+        before = layout.tokens[window, max(0, position + 1 - CONTEXT) : position + 1].tolist()
+        found["context"] = decode([token for token in before if token >= 0])
+    label = int(layout.label[at])
+    if label != IGNORED:
+        found["label"] = label
+        found["label_text"] = decode([label])
+    for side, name in (("target_top_token", "reference_says"), ("top_token", "candidate_says")):
+        found[name] = decode([row[side]])
+    return found

@@ -1,0 +1,265 @@
+"""Run a Hugging Face language model over a text, and keep what it says."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kullback
+from kullback.cli import runs
+from kullback.cli.runs import NO_TOKEN, MismatchError
+from kullback.integrations import transformers as integration
+
+SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
+Model = Any
+
+
+class Text(NamedTuple):
+    """Windows of tokens, and where they are from."""
+
+    tokens: Tensor  # int32 [windows, window], NO_TOKEN after the end of a short one
+    document: Tensor
+    group: Tensor | None
+    groups: list[str]
+
+
+class Loaded(NamedTuple):
+    """A model, its tokenizer, and what a recording tells of where they are from."""
+
+    model: Model
+    tokenizer: Any
+    about: dict[str, Any]
+
+
+def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, device: torch.device) -> Loaded:
+    """In evaluation mode. The path of a GGUF file is its folder and its name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = name
+    if name.endswith(".gguf") and Path(name).is_file():
+        place, gguf_file = str(Path(name).parent), Path(name).name
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, **options)
+    kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+    if gguf_file and dtype == "auto":
+        kind = torch.float32  # what quantised weights are made of
+    model = AutoModelForCausalLM.from_pretrained(place, revision=revision, dtype=kind, **options)
+    about = {
+        "model": name,
+        "gguf_file": gguf_file,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "runtime": {
+            "name": "transformers",
+            "version": importlib.metadata.version("transformers"),
+            "torch": str(torch.__version__),
+            "kullback": kullback.__version__,
+            "device": str(device),
+        },
+    }
+    return Loaded(model.eval().requires_grad_(False).to(device), tokenizer, about)
+
+
+def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, column: str | None) -> Text:
+    """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
+    if path.is_dir() or _begins(path, runs.MAGIC):
+        return _tokens_again(path, tokenizer, windows)
+    documents = list(_documents(path, column))
+    names = sorted({name for _, name in documents if name is not None})
+    parts, document, group = [], [], []
+    first = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
+    step = window - len(first)
+    for number, (text, name) in enumerate(documents):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for start in range(0, len(ids), step):
+            own = [*first, *ids[start : start + step]]
+            if len(own) < 2:
+                continue
+            parts.append(torch.tensor([*own, *[NO_TOKEN] * (window - len(own))], dtype=torch.int32))
+            document.append(number)
+            group.append(names.index(name) if name is not None else 0)
+            if len(parts) == windows:
+                break
+        if len(parts) == windows:
+            break
+    if not parts:
+        raise MismatchError(f"{path} has no text of two tokens")
+    return Text(
+        torch.stack(parts),
+        torch.tensor(document, dtype=torch.int32),
+        torch.tensor(group, dtype=torch.int32) if column else None,
+        names,
+    )
+
+
+def begins_with_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a token before every text, without which such a model is not itself."""
+    bos = tokenizer.bos_token_id
+    return bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+
+def _begins(path: Path, magic: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(magic)) == magic
+
+
+def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
+    source = runs.open_source(path)
+    tokens, layout = source.layout.tokens, source.layout
+    if tokens is None:
+        raise MismatchError(f"{path} has no tokens that could be read again")
+    tokens = tokens.int().clone()
+    if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
+        tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
+    document = torch.arange(len(tokens))
+    document[layout.window] = layout.block
+    group = None
+    if layout.group is not None:
+        group = torch.zeros(len(tokens), dtype=torch.int32)
+        group[layout.window] = layout.group.int()
+    cut = slice(windows)
+    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.groups)
+
+
+def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
+    if path.suffix != ".jsonl":
+        if column:
+            raise MismatchError(f"--groups {column}: {path.name} has no columns; they are those of a .jsonl file")
+        yield path.read_text(encoding="utf-8"), None
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise MismatchError(f"{path}, line {number}: {error}") from error
+            wanted = ["text", *([column] if column else [])]
+            missing = [name for name in wanted if not isinstance(record, dict) or name not in record]
+            if missing:
+                raise MismatchError(f"{path}, line {number} has no column {missing[0]!r}")
+            yield str(record["text"]), str(record[column]) if column else None
+
+
+def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha256: str) -> dict[str, Any]:
+    """What a recording is of; the same again when it is resumed."""
+    head = integration.head_of(loaded.model)
+    vocab, hidden = head.weight.shape
+    of_window = text.tokens.size(1) * (hidden if what == "hidden" else vocab) * dtype.itemsize
+    windows_per_shard = max(1, min(SHARD_WINDOWS, SHARD_BYTES // of_window))
+    return {
+        "format": runs.FORMAT,
+        "what": what,
+        **loaded.about,
+        "weights": _name_of(head.weight.dtype),
+        "activations": _name_of(loaded.model.dtype),
+        "dtype": _name_of(dtype),
+        "logit_scale": head.scale,
+        "softcap": head.softcap,
+        "vocab": vocab,
+        "valid_vocab": min(vocab, len(loaded.tokenizer)),
+        "tokenizer": runs.TOKENIZER,
+        "tokens_sha256": runs.tokens_sha256(text.tokens),
+        "head": {"file": runs.HEAD, "sha256": head_sha256},
+        "groups": text.groups,
+        "windows": len(text.tokens),
+        "window": text.tokens.size(1),
+        "windows_per_shard": windows_per_shard,
+        "shards": math.ceil(len(text.tokens) / windows_per_shard),
+    }
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def sha256_of(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dtype, tell: Callable[[int], None]) -> int:
+    """Write what is missing of a recording; how many shards were there already."""
+    from safetensors.torch import save_file
+
+    model = loaded.model
+    integration.check_logits("MODEL", model)
+    head = integration.head_of(model)
+    weights = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
+    weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+    about = header(loaded, text, what, dtype, sha256_of(weights))
+    if (folder / runs.HEADER).exists():
+        known = runs.header_of(folder)
+        other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
+        if other:
+            raise MismatchError(
+                f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
+                f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"tokens": text.tokens, "document": text.document}
+    tensors |= {} if text.group is None else {"group": text.group}
+    replace(folder / runs.TOKENS, lambda path: save_file(tensors, path))
+    if what == "hidden":
+        replace(folder / runs.HEAD, lambda path: save_file(weights, path))
+    backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
+    described = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+    replace(folder / runs.HEADER, lambda path: path.write_text(described, encoding="utf-8"))
+
+    step, names, there, first = about["windows_per_shard"], runs.shard_names(about["shards"]), 0, 0
+    for number, shard in enumerate(names):
+        windows = text.tokens[number * step : (number + 1) * step]
+        rows = int((windows[:, 1:] != NO_TOKEN).sum())
+        if (folder / shard).exists():
+            there += 1
+            tell(len(windows))
+        else:
+            parts = []
+            for window in windows:
+                parts.append(said(model, window[window != NO_TOKEN].long(), what, dtype))
+                tell(1)
+            kept = {what: torch.cat(parts), "first_row": torch.tensor(first)}
+            replace(folder / shard, lambda path, kept=kept: save_file(kept, path))  # type: ignore[misc]
+        first += rows
+    return there
+
+
+def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+    """Of a window, all rows but the last, whose next token is not known."""
+    head = integration.head_of(model)
+    with torch.no_grad():
+        inputs = {"input_ids": ids[None].to(head.weight.device), "use_cache": False}
+        rows = integration.hidden_states(model, inputs)[0, :-1]
+        if what == "logits":
+            rows = model(**inputs).logits[0, :-1]
+    kept = rows.to(dtype).cpu().contiguous()
+    if kept.isinf().any() and not rows.isinf().any():
+        raise MismatchError(
+            f"{what} of the model reach {float(rows.abs().max()):.3g}, which {_name_of(dtype)} "
+            "cannot hold: --dtype bfloat16 or float32 can"
+        )
+    return kept
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Written under another name, so that a broken write leaves nothing under this one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

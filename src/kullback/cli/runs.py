@@ -1,0 +1,476 @@
+"""Files that hold what a model said, row by row: recordings, logits, vLLM's hidden states, llama.cpp's base logits.
+
+All are read a chunk of rows at a time, and end at their last whole row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kullback.problem import IGNORED
+
+FORMAT = "kullback-run/1"
+HEADER, TOKENS, HEAD, TOKENIZER = "run.json", "tokens.safetensors", "head.safetensors", "tokenizer.json"
+NO_TOKEN = -1  # after the end of a window that is shorter than the others
+MAGIC = b"_logits_"  # of llama.cpp's file
+SPAN = 16.0  # nats below a row's largest entry, where llama.cpp's file ends
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+
+
+class MismatchError(Exception):
+    """Files that are not what they should be, or do not belong together."""
+
+
+class Table:
+    """Rows of equal length in a file, from an offset on.
+
+    They are read, not mapped: mapped pages would count as this process's memory, and a cut file could not be opened.
+    """
+
+    def __init__(self, path: Path, offset: int, dtype: torch.dtype, columns: int, rows: int) -> None:
+        self.path, self.offset, self.dtype, self.columns, self.rows = path, offset, dtype, columns, rows
+        self.row_bytes = columns * dtype.itemsize
+        self.whole = max(0, min(rows, (path.stat().st_size - offset) // max(1, self.row_bytes)))
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if stop <= start:
+            return torch.empty(0, self.columns, dtype=self.dtype)
+        buffer = bytearray((stop - start) * self.row_bytes)
+        with self.path.open("rb") as file:
+            file.seek(self.offset + start * self.row_bytes)
+            if file.readinto(buffer) != len(buffer):
+                raise MismatchError(f"{self.path} has become shorter while it was read")
+        return torch.frombuffer(buffer, dtype=self.dtype).view(-1, self.columns)
+
+
+class Entry(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    dtype: torch.dtype | None
+    shape: list[int]
+    offset: int
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """What a safetensors file says that it holds."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(path.stat().st_size - 8, 1 << 27):
+            raise MismatchError(f"{path} is no safetensors file, or cut within its header")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise MismatchError(f"{path} is no safetensors file: its header cannot be read") from error
+    header.pop("__metadata__", None)
+    return {
+        name: Entry(DTYPES.get(of["dtype"]), of["shape"], 8 + length + of["data_offsets"][0])
+        for name, of in header.items()
+    }
+
+
+def tensor(path: Path, name: str, entry: Entry) -> Tensor:
+    """A whole tensor, of a file that has to be whole."""
+    assert entry.dtype is not None
+    count = math.prod(entry.shape)
+    table = Table(path, entry.offset, entry.dtype, 1, count)
+    if table.whole < count:
+        raise MismatchError(f"{path} is cut: of {name} it has {table.whole} of {count} numbers")
+    return table.read(0, count).reshape(entry.shape)
+
+
+def rows_of(path: Path, name: str, entry: Entry) -> Table:
+    """A floating tensor as rows of its last dimension."""
+    if entry.dtype is None or not entry.dtype.is_floating_point:
+        raise MismatchError(f"{path}: {name} must be float64, float32, float16 or bfloat16")
+    return Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows there are. A row predicts the token after its position in its window."""
+
+    window: Tensor
+    position: Tensor
+    label: Tensor  # IGNORED where it is not known
+    block: Tensor
+    length: int  # of windows
+    tokens: Tensor | None = None  # [windows, length]
+    group: Tensor | None = None
+    groups: list[str] = field(default_factory=list)
+
+
+def layout_of(tokens: Tensor, first: int = 0, document: Tensor | None = None, **groups: Any) -> Layout:
+    """Of windows of tokens: every position from the first on whose next token is known."""
+    tokens = tokens.long()
+    window, position = (tokens[:, first + 1 :] != NO_TOKEN).nonzero(as_tuple=True)
+    position = position + first
+    several = document is not None and len(document.unique()) > 1
+    block = document[window].long() if document is not None and several else window
+    group = groups.pop("group", None)
+    return Layout(
+        window,
+        position,
+        tokens[window, position + 1],
+        block,
+        tokens.size(1),
+        tokens,
+        None if group is None else group[window].long(),
+        **groups,
+    )
+
+
+class Read(NamedTuple):
+    """Logits of some rows, [rows, vocab], and which of them are only known to be at most so large."""
+
+    values: Tensor
+    floored: Tensor | None = None
+
+
+class Source(Protocol):
+    """What is compared: rows of logits, however they are stored."""
+
+    path: Path
+    vocab: int
+    layout: Layout
+    rows: int  # that are whole; the layout has all that there should be
+    rounded: torch.dtype | None  # the dtype of 16 bits that logits themselves were rounded to
+    about: dict[str, Any]
+
+    def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
+        """Logits of the first tokens, of rows in ascending order."""
+        ...
+
+
+def _selected(table_rows: Tensor, wanted: Tensor, start: int) -> Tensor:
+    return table_rows if len(table_rows) == len(wanted) else table_rows[wanted - start]
+
+
+class Head:
+    """Makes logits of hidden states, in float32 whatever both are stored in."""
+
+    def __init__(self, path: Path, scale: float = 1.0, softcap: float | None = None) -> None:
+        held = entries(path)
+        if "weight" not in held:
+            raise MismatchError(f"{path} has no tensor weight; it has {', '.join(held)}")
+        self.weight = tensor(path, "weight", held["weight"])
+        self.bias = tensor(path, "bias", held["bias"]) if "bias" in held else None
+        self.scale, self.softcap = scale, softcap
+        self._ready: tuple[int, torch.device, Tensor, Tensor | None] | None = None
+
+    def logits(self, hidden: Tensor, vocab: int, device: torch.device) -> Tensor:
+        if self._ready is None or self._ready[:2] != (vocab, device):
+            dtype = torch.promote_types(self.weight.dtype, torch.float32)
+            weight = self.weight[:vocab].to(device, dtype)
+            bias = None if self.bias is None else self.bias[:vocab].to(device, dtype)
+            self._ready = vocab, device, weight, bias
+        _, _, weight, bias = self._ready
+        logits = torch.nn.functional.linear(hidden.to(device, weight.dtype), weight, bias)
+        if self.scale != 1:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+class Shards:
+    """Tables that follow each other; they end at the first that is not whole."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        self.tables, self.starts, self.whole = tables, [], 0
+        for table in tables:
+            self.starts.append(self.whole)
+            self.whole += table.whole
+            if table.whole < table.rows:
+                break
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Rows in ascending order."""
+        parts = []
+        for table, start in zip(self.tables, self.starts, strict=False):
+            own = rows[(rows >= start) & (rows < start + table.whole)] - start
+            if len(own):
+                low, high = int(own[0]), int(own[-1]) + 1
+                parts.append(_selected(table.read(low, high), own, low))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Recording:
+    """A folder that `kullback record` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.about = header_of(path)
+        self.vocab = int(self.about["vocab"])
+        held = entries(path / TOKENS)
+        named = {name: tensor(path / TOKENS, name, held[name]) for name in held}
+        if tokens_sha256(named["tokens"]) != self.about["tokens_sha256"]:
+            raise MismatchError(f"{path / TOKENS} is not what {HEADER} was written for: its checksum is another")
+        self.layout = layout_of(
+            named["tokens"], 0, named.get("document"), group=named.get("group"), groups=self.about.get("groups", [])
+        )
+        what = self.about["what"]
+        self.shards = Shards(list(self._tables(what)))
+        self.rows = self.shards.whole
+        self.head = self._head() if what == "hidden" else None
+        dtype = DTYPES_BY_NAME[self.about["dtype"]]
+        self.rounded = dtype if what == "logits" and dtype.itemsize == 2 else None
+
+    def _tables(self, what: str) -> Iterator[Table]:
+        for name in shard_names(self.about["shards"]):
+            if not (self.path / name).exists():
+                return
+            entry = entries(self.path / name).get(what)
+            if entry is None:
+                raise MismatchError(f"{self.path / name} has no tensor {what}")
+            yield rows_of(self.path / name, what, entry)
+
+    def _head(self) -> Head:
+        path = self.path / self.about["head"]["file"]
+        if not path.exists():
+            raise MismatchError(f"{path} is missing: without the head hidden states have no logits")
+        return Head(path, float(self.about["logit_scale"]), self.about["softcap"])
+
+    def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
+        values = self.shards.read(rows)
+        if self.head is not None:
+            return Read(self.head.logits(values, vocab, device))
+        return Read(_first(values, vocab).to(device))
+
+
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+
+
+def _first(values: Tensor, vocab: int) -> Tensor:
+    return values if values.size(-1) == vocab else values[..., :vocab].contiguous()
+
+
+def header_of(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((path / HEADER).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MismatchError(f"{path / HEADER} cannot be read: {error}") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise MismatchError(f"{path / HEADER} is not of the format {FORMAT}")
+    return about
+
+
+def shard_names(count: int) -> list[str]:
+    return [f"rows-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+
+def tokens_sha256(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()
+
+
+class LogitsFile:
+    """A safetensors file of logits, and of tokens or labels if it has them.
+
+    Logits are `[rows, vocab]` or `[windows, positions, vocab]`: the tensor of that name, or all floating ones of two
+    dimensions, each of which is a window.
+    """
+
+    def __init__(self, path: Path, held: dict[str, Entry]) -> None:
+        self.path, self.about = path, {"what": "logits"}
+        is_rows = lambda e: len(e.shape) in (2, 3) and e.dtype is not None and e.dtype.is_floating_point
+        names = ["logits"] if "logits" in held else sorted((n for n in held if is_rows(held[n])), key=_natural)
+        if not names or not all(is_rows(held[name]) for name in names):
+            raise MismatchError(
+                f"{path} has no tensor of logits, [rows, vocab] or [windows, positions, vocab]; it has {held}"
+            )
+        if len({(held[name].shape[-1], held[name].dtype) for name in names}) > 1:
+            shapes = ", ".join(f"{name} {held[name].shape}" for name in names)
+            raise MismatchError(f"{path}: its logits must have one vocabulary and dtype; got {shapes}")
+        self.shards = Shards([rows_of(path, name, held[name]) for name in names])
+        self.rows, self.vocab = self.shards.whole, held[names[0]].shape[-1]
+        dtype = self.shards.tables[0].dtype
+        self.rounded = dtype if dtype.itemsize == 2 else None
+        self.layout = self._layout(held, [held[name].shape for name in names])
+
+    def _layout(self, held: dict[str, Entry], shapes: list[list[int]]) -> Layout:
+        lengths = [shape[-2] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
+        window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        position = torch.cat([torch.arange(length) for length in lengths])
+        label, tokens = torch.full_like(window, IGNORED), None
+        given = {
+            name: tensor(self.path, name, held[name])
+            for name in (*TOKEN_NAMES, "labels", "block", "group")
+            if name in held
+        }
+        named = next((name for name in TOKEN_NAMES if name in given), None)
+        if named is not None:
+            tokens = given[named].long().reshape(len(lengths), -1)
+            if tokens.size(1) not in (max(lengths), max(lengths) + 1):
+                raise MismatchError(
+                    f"{self.path}: {named} has {given[named].shape} ids, and logits have {lengths} rows"
+                )
+            follows = position + 1 < tokens.size(1)
+            label[follows] = tokens[window[follows], position[follows] + 1]
+        for name, into in (("labels", label), ("block", window)):
+            if name in given and given[name].numel() != len(into):
+                raise MismatchError(
+                    f"{self.path}: {name} has {given[name].numel()} ids, and logits have {len(into)} rows"
+                )
+        label = given["labels"].long().reshape(-1) if "labels" in given else label
+        block = given["block"].long().reshape(-1) if "block" in given else window
+        group = given["group"].long().reshape(-1) if "group" in given else None
+        names = [] if group is None else [str(i) for i in range(int(group.max()) + 1)]
+        return Layout(window, position, label, block, max(lengths), tokens, group, names)
+
+    def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
+        return Read(_first(self.shards.read(rows), vocab).to(device))
+
+
+TOKEN_NAMES = ("tokens", "input_ids", "token_ids")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in names by their size."""
+    digits = "".join(c if c.isdecimal() else " " for c in name).split()
+    return [*((int(d), "") for d in digits), (0, name)]
+
+
+class HiddenFiles:
+    """vLLM's files of hidden states, one for each prompt, of a folder that also has the model's head.
+
+    `hidden_states` is [tokens, hidden] or [tokens, layers, hidden], of which the last layer counts; `token_ids` beside.
+    """
+
+    rounded: torch.dtype | None = None
+
+    def __init__(self, path: Path, files: list[Path]) -> None:
+        self.path, self.about = path, {"what": "hidden"}
+        folder = path if path.is_dir() else path.parent
+        if not (folder / HEAD).exists():
+            raise MismatchError(
+                f"{folder} has hidden states and no {HEAD}, with the head's weight [vocab, hidden]: "
+                "`kullback record` of the model writes one, which can be copied there"
+            )
+        self.head = Head(folder / HEAD)
+        self.vocab, hidden = self.head.weight.shape
+        found = []
+        for file in files:
+            held = entries(file)
+            given, states = tensor(file, "token_ids", held["token_ids"]), held["hidden_states"]
+            ids = [int(i) for i in given]
+            if states.shape[0] != len(ids) or states.shape[-1] != hidden:
+                raise MismatchError(
+                    f"{file}: hidden_states must be of {len(ids)} tokens and {hidden} dimensions, as its token_ids and "
+                    f"the head; got {states.shape}"
+                )
+            found.append((ids, file, states))
+        found.sort(key=lambda each: each[0])  # their names are of requests, and differ between runs
+        length = max(len(ids) for ids, _, _ in found)
+        tokens = torch.full((len(found), length), NO_TOKEN)
+        self.tables = []
+        for row, (ids, file, states) in enumerate(found):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            self.tables.append(
+                rows_of(file, "hidden_states", states._replace(shape=[len(ids), math.prod(states.shape[1:])]))
+            )
+        self.layout = layout_of(tokens)
+        self.hidden = hidden
+        cut = [table.whole < table.rows for table in self.tables]
+        whole = self.layout.window < (cut.index(True) if any(cut) else len(cut))
+        self.rows = int(whole.sum())
+        self._check_norm()
+
+    def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
+        parts = []
+        window, position = self.layout.window[rows], self.layout.position[rows]
+        for each in window.unique().tolist():
+            own = position[window == each]
+            low, high = int(own[0]), int(own[-1]) + 1
+            parts.append(_selected(self.tables[each].read(low, high), own, low)[:, -self.hidden :])
+        return Read(self.head.logits(torch.cat(parts), vocab, device))
+
+    def _check_norm(self) -> None:
+        """States before the final norm predict the text worse than chance does."""
+        rows = torch.arange(min(self.rows, 256))
+        if len(rows) == 0:
+            return
+        logits = self.read(rows, self.vocab, torch.device("cpu")).values
+        loss = float(torch.nn.functional.cross_entropy(logits, self.layout.label[rows]))
+        if not loss < math.log(self.vocab):
+            raise MismatchError(
+                f"{self.path}: these hidden states predict their own text at {loss:.1f} nats a token, worse than "
+                f"chance ({math.log(self.vocab):.1f}). The head reads them after the final norm; were they stored "
+                "before it?"
+            )
+
+
+class LlamaCpp:
+    """llama.cpp's base-logits file (tools/perplexity/perplexity.cpp), of one model.
+
+    Per row float32 scale and least log-probability, then uint16 of each token. Tokens more than 16 nats below the
+    row's best are stored as the least: of those only an upper bound is known.
+    """
+
+    rounded: torch.dtype | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.about = path, {"what": "llama.cpp"}
+        with path.open("rb") as file:
+            fixed = file.read(len(MAGIC) + 12)
+            if len(fixed) < len(MAGIC) + 12:
+                raise MismatchError(f"{path} is cut within its header")
+            context, self.vocab, chunks = struct.unpack("<3i", fixed[len(MAGIC) :])
+            ids = file.read(4 * context * chunks)
+        if min(context, self.vocab, chunks) < 1 or len(ids) < 4 * context * chunks:
+            raise MismatchError(
+                f"{path} is cut within its header: of {context} x {chunks} tokens it has {len(ids) // 4}"
+            )
+        tokens = torch.frombuffer(bytearray(ids), dtype=torch.int32).view(chunks, context)
+        self.first = context // 2
+        self.layout = layout_of(tokens, self.first)
+        columns = 2 * ((self.vocab + 1) // 2) + 4
+        self.table = Table(path, len(fixed) + len(ids), torch.int16, columns, len(self.layout.window))
+        self.rows = self.table.whole
+
+    def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
+        """As they stand in the file: their masses need not add up to 1."""
+        low, high = int(rows[0]), int(rows[-1]) + 1
+        stored = _selected(self.table.read(low, high), rows, low).to(device)
+        scale, least = stored[:, :4].contiguous().view(torch.float32).split(1, -1)
+        steps = stored[:, 4 : 4 + vocab].int() & 0xFFFF
+        # A row whose tokens are all nearer than that has its own least entry there.
+        is_cut = scale * 65535 > SPAN * (1 - 1e-5)
+        return Read(steps * scale + least, (steps == 0) & is_cut)
+
+
+def open_source(path: Path) -> Source:
+    """The reader of whatever lies there."""
+    if not path.exists():
+        raise MismatchError(f"there is no {path}")
+    if path.is_dir():
+        if (path / HEADER).exists():
+            return Recording(path)
+        files = [file for file in sorted(path.glob("*.safetensors")) if file.name != HEAD]
+        if files and all("hidden_states" in entries(file) for file in files):
+            return HiddenFiles(path, files)
+        raise MismatchError(
+            f"{path} has neither {HEADER}, which `kullback record` writes, nor vLLM's files of hidden states"
+        )
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+    if magic == MAGIC:
+        return LlamaCpp(path)
+    held = entries(path)
+    return HiddenFiles(path, [path]) if "hidden_states" in held else LogitsFile(path, held)

@@ -1,0 +1,243 @@
+"""A comparison as tables of words, which the terminal, Markdown and HTML show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+Found = dict[str, Any]
+
+
+class Table(NamedTuple):
+    title: str
+    columns: list[str]  # the first is of words, the others of numbers
+    rows: list[list[str]]
+    note: str = ""
+    is_prose: bool = False  # all columns are of words, but for the first
+    fixed: int = 0  # columns that candidates' own follow; 0 where columns are not candidates
+
+    def within(self, width: int) -> Iterator[Table]:
+        """The same in tables of so many characters if it can be, each of some of the candidates."""
+        if not self.fixed:
+            yield self
+            return
+        wide = [max(map(len, column)) + 2 for column in zip(self.columns, *self.rows, strict=True)]
+        start = self.fixed
+        while start < len(wide):
+            stop, left = start + 1, width - sum(wide[: self.fixed]) - wide[start]
+            while stop < len(wide) and wide[stop] <= left:
+                left, stop = left - wide[stop], stop + 1
+            cut = lambda row, start=start, stop=stop: [*row[: self.fixed], *row[start:stop]]
+            yield self._replace(columns=cut(self.columns), rows=[cut(row) for row in self.rows])
+            start = stop
+
+
+def number(value: float | str | None) -> str:
+    """Six decimals as llama.cpp prints, or three digits of what is smaller."""
+    if value is None or isinstance(value, str):
+        return "" if value is None else value
+    return f"{value:.6f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f} %"
+
+
+def interval(figure: Found, show: Callable[[float], str] = number) -> str:
+    ends = figure.get("interval")
+    return "" if ends is None else f"{show(ends[0])} … {show(ends[1])}"
+
+
+def spread(figure: Found, compat: bool, show: Callable[[float], str] = number) -> str:
+    """The interval; llama.cpp's error, which takes rows for independent, where its formula was asked for."""
+    return f"± {show(figure['error_if_independent'])}" if compat else interval(figure, show)
+
+
+def _of_spread(compat: bool) -> str:
+    return "± one sigma" if compat else "95 % interval"
+
+
+def tables(found: Found) -> Iterator[Table]:
+    """Of a whole comparison."""
+    if not found["rows_read"]:
+        return
+    candidates, compat = found["candidates"], found["formula"] != "exact"
+    yield _overview(found, candidates, compat)
+    if found["differences"]:
+        yield _differences(found["differences"])
+    yield _divergences(candidates, compat)
+    if "perplexity" in candidates[0]:
+        yield _of_text(candidates, compat)
+    yield _by_confidence(candidates)
+    if "by_group" in candidates[0]:
+        yield _by_group(candidates)
+
+
+def _overview(found: Found, candidates: list[Found], compat: bool) -> Table:
+    columns = ["candidate", "mean KLD", _of_spread(compat), "median", "99 %", "same top"]
+    rows = [
+        [
+            each["name"] + (" *" if each.get("below_floor") else ""),
+            number(each["kl"]["mean"]),
+            spread(each["kl"], compat),
+            number(each["kl"]["median"]),
+            number(each["kl"]["percentiles"]["99"]),
+            percent(each["same_top"]["mean"]),
+        ]
+        for each in sorted(candidates, key=lambda each: float(each["kl"]["mean"]))
+    ]
+    note = ""
+    floor = found["floor"]
+    if floor is not None:
+        rows.append(["floor", number(floor["kl"]["mean"]), spread(floor["kl"], compat), number(floor["kl"]["median"])])
+        rows[-1] += [number(floor["kl"]["percentiles"]["99"]), percent(floor["same_top"]["mean"])]
+        note = "floor: the reference beside its own second recording."
+        if any(each.get("below_floor") for each in candidates):
+            note += " * not above it: this KLD says nothing of the candidate."
+    return Table("Divergence from the reference", columns, rows, note)
+
+
+def _differences(differences: list[Found]) -> Table:
+    rows = [
+        [
+            f"{d['worse']} − {d['better']}",
+            number(d["mean"]),
+            interval(d),
+            percent(d["share_of_rows_above"], 1),
+        ]
+        for d in differences
+    ]
+    return Table(
+        "Differences, paired by rows",
+        ["candidates", "mean KLD", "95 % interval", "rows above"],
+        rows,
+        "An interval that has 0 in it does not tell the two apart.",
+    )
+
+
+def _columns(title: str, candidates: list[Found]) -> list[str]:
+    return [title, *(each["name"] for each in candidates)]
+
+
+PERCENTILES = ("99.9", "99", "95", "90", "75", "50", "25", "10", "5", "1", "0.1")
+
+
+def _divergences(candidates: list[Found], compat: bool) -> Table:
+    of = _of_spread(compat)
+    rows = [
+        ["mean KLD", *(number(c["kl"]["mean"]) for c in candidates)],
+        [of, *(spread(c["kl"], compat) for c in candidates)],
+        ["maximum", *(number(c["kl"]["max"]) for c in candidates)],
+        *(
+            ["median" if p == "50" else f"{p} %", *(number(c["kl"]["percentiles"][p]) for c in candidates)]
+            for p in PERCENTILES
+        ),
+        ["minimum", *(number(c["kl"]["min"]) for c in candidates)],
+        ["reverse KLD", *(number(c["reverse_kl"]["mean"]) for c in candidates)],
+        ["Jensen–Shannon", *(number(c["jensen_shannon"]["mean"]) for c in candidates)],
+        ["overlap, 1 − TV", *(percent(c["overlap"]["mean"]) for c in candidates)],
+        ["same top token", *(percent(c["same_top"]["mean"]) for c in candidates)],
+        [of, *(spread(c["same_top"], compat, percent) for c in candidates)],
+        ["flips", *(f"{c['flips']} of {c['rows']}" for c in candidates)],
+    ]
+    return Table("KLD in nats", _columns("", candidates), rows, fixed=1)
+
+
+def _of_text(candidates: list[Found], compat: bool) -> Table:
+    of, ends = [c["perplexity"] for c in candidates], _of_spread(compat)
+    change = [c["label_probability_change"] for c in candidates]
+    rows = [
+        ["perplexity", *(number(p["candidate"]["mean"]) for p in of)],
+        [ends, *(spread(p["candidate"], compat) for p in of)],
+        ["reference's", *(number(p["reference"]["mean"]) for p in of)],
+        ["ratio", *(number(p["ratio"]["mean"]) for p in of)],
+        [ends, *(spread(p["ratio"], compat) for p in of)],
+        ["correlation", *(percent(p["correlation"]) for p in of)],
+        ["mean Δp", *(percent(c["mean"], 3) for c in change)],
+        [ends, *(spread(c, compat, lambda v: percent(v, 3)) for c in change)],
+        ["root mean square Δp", *(percent(c["root_mean_square"], 3) for c in change)],
+        ["maximum Δp", *(percent(c["max"], 3) for c in change)],
+        *(
+            ["median Δp" if p == "50" else f"{p} % Δp", *(percent(c["percentiles"][p], 3) for c in change)]
+            for p in PERCENTILES
+        ),
+        ["minimum Δp", *(percent(c["min"], 3) for c in change)],
+        *(
+            [f"true token in top {k}", *(percent(c["label_in_top"]["candidate"][k]) for c in candidates)]
+            for k in candidates[0]["label_in_top"]["candidate"]
+        ),
+    ]
+    note = "Δp: the candidate's probability of the text's own next token, less the reference's."
+    return Table("The text's own tokens", _columns("", candidates), rows, note, fixed=1)
+
+
+def _brief(each: Found) -> str:
+    return f"{number(each['kl']['mean'])}, {percent(each['same_top'], 1)}" if each["rows"] else ""
+
+
+def _by_confidence(candidates: list[Found]) -> Table:
+    rows = []
+    for i, bucket in enumerate(candidates[0]["by_confidence"]):
+        name = f"{bucket['from']:g} … {bucket['to']:g}"
+        rows.append([name, str(bucket["rows"]), *(_brief(c["by_confidence"][i]) for c in candidates)])
+    columns = ["reference's best p", "rows", *(c["name"] for c in candidates)]
+    return Table("By the reference's confidence: mean KLD, same top", columns, rows, fixed=2)
+
+
+def _by_group(candidates: list[Found]) -> Table:
+    rows = [
+        [name, str(of["rows"]), *(_brief(c["by_group"][name]) for c in candidates)]
+        for name, of in candidates[0]["by_group"].items()
+    ]
+    columns = ["group", "rows", *(c["name"] for c in candidates)]
+    return Table("By group: mean KLD, same top", columns, rows, fixed=2)
+
+
+def worst(candidate: Found, count: int | None = None) -> Table:
+    """The rows of the largest KLD, and what stood before them."""
+    rows = [
+        [
+            number(row["kl"]),
+            _shown(row.get("context", f"row {row['row']}")),
+            _shown(row.get("label_text", "")),
+            _shown(row["reference_says"]),
+            _shown(row["candidate_says"]),
+        ]
+        for row in candidate["worst"][:count]
+    ]
+    columns = ["KLD", "after", "the text", "reference", "candidate"]
+    return Table(f"Worst rows of {candidate['name']}", columns, rows, is_prose=True)
+
+
+def _shown(text: str) -> str:
+    """On one line, with its spaces."""
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "")
+
+
+def heading(found: Found) -> list[str]:
+    """What was compared with what."""
+    first = found["first_position"]
+    score = f"positions from {first} on" if first else "all positions"
+    blocks = found["candidates"][0]["blocks"]
+    lines = [
+        f"Reference: {found['reference']['path']}",
+        f"{found['rows_read']} rows of {found['vocab']} tokens in {blocks} {found['blocks_are']}",
+        f"Scored: {score} (--score {found['score']})",
+    ]
+    if found["formula"] != "exact":
+        lines.append(f"Formula: {found['formula']}'s own")
+    return lines
+
+
+def markdown(found: Found) -> str:
+    escape = lambda text: text.replace("|", "\\|").replace("`", "'")
+    parts = ["# KL divergence report", *heading(found), *(f"> **Note.** {warning}" for warning in found["warnings"])]
+    for table in [*tables(found), *(worst(each) for each in found["candidates"] if each.get("worst"))]:
+        alignment = [":--", *((":--" if table.is_prose else "--:") for _ in table.columns[1:])]
+        lines = [
+            "| " + " | ".join(map(escape, table.columns)) + " |",
+            "|" + "|".join(alignment) + "|",
+            *("| " + " | ".join(map(escape, row)) + " |" for row in table.rows),
+        ]
+        parts += [f"## {table.title}", "\n".join(lines), *([table.note] if table.note else [])]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,295 @@
+"""What many rows say of a model beside its reference: figures of `row_statistics`, gathered and summed up.
+
+It knows rows and the blocks they belong to, and nothing of files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kullback.statistics import RowStatistics
+
+Summary = dict[str, Any]
+
+COLUMNS = (
+    "kl",
+    "reverse_kl",
+    "jensen_shannon",
+    "total_variation",
+    "entropy",
+    "target_entropy",
+    "agreement",
+    "top_token",
+    "target_top_token",
+    "target_top_probability",
+    "label_log_prob",
+    "target_label_log_prob",
+    "label_rank",
+    "target_label_rank",
+)
+PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
+# Of the reference's largest probability; exllamav3's buckets
+CONFIDENCE = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+RANKS = (1, 5, 10)
+LEAST_BLOCKS = 10  # whose resampling says something of their spread
+RESAMPLES = 2000
+COVERAGE = 0.95
+
+
+class Report:
+    """Gathers the statistics of rows, in any order and in pieces, and sums them up.
+
+    Rows of one text depend on each other, and so intervals are found by resampling whole blocks of them.
+
+    >>> import torch, kullback
+    >>> from kullback.compare import Report
+    >>> original = torch.randn(120, 50)
+    >>> candidate = original + 0.1 * torch.randn(120, 50)
+    >>> report = Report()
+    >>> report.add(kullback.row_statistics(candidate, original), block=torch.arange(120) // 10)
+    >>> summary = report.summary()
+    >>> summary["rows"], summary["blocks"], sorted(summary["kl"])[:3]
+    (120, 12, ['error_if_independent', 'interval', 'max'])
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, Tensor]] = []
+
+    def add(
+        self,
+        statistics: RowStatistics,
+        block: Tensor | int = 0,
+        group: Tensor | int | None = None,
+        row: Tensor | None = None,
+    ) -> None:
+        """Rows of `row_statistics`, of a candidate against its reference.
+
+        Args:
+            statistics: with a target.
+            block: which rows depend on each other: an id for each row, or one for all.
+            group: what figures are also told apart by: likewise.
+            row: numbers that order rows, and by which two reports are paired; by default those after the last.
+        """
+        if statistics.kl is None:
+            raise ValueError("statistics must have a target, against which the input is compared; they have none")
+        part = {name: value for name in COLUMNS if (value := getattr(statistics, name)) is not None}
+        part = {name: value.detach().reshape(-1).cpu() for name, value in part.items()}
+        count = part["kl"].numel()
+        start = sum(len(p["kl"]) for p in self._parts)
+        part["row"] = torch.arange(start, start + count) if row is None else _ids("row", row, count)
+        part["block"] = _ids("block", block, count)
+        if group is not None:
+            part["group"] = _ids("group", group, count)
+        if self._parts and part.keys() != self._parts[0].keys():
+            odd = ", ".join(sorted(part.keys() ^ self._parts[0].keys()))
+            raise ValueError(f"all rows must have the same figures; some have and some lack {odd}")
+        self._parts.append(part)
+
+    def merge(self, other: Report) -> None:
+        """Take over the rows of another, which has other rows of the same comparison."""
+        self._parts += other._parts
+
+    def rows(self) -> dict[str, Tensor]:
+        """All figures of all rows, in the order of their numbers."""
+        if not self._parts:
+            return {}
+        joined = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+        order = joined["row"].argsort(stable=True)
+        return {name: values[order] for name, values in joined.items()}
+
+    def summary(self) -> Summary:
+        """All figures as plain data, in nats: means with intervals, percentiles, by confidence and by group."""
+        rows = self.rows()
+        if not rows:
+            return {"rows": 0, "blocks": 0}
+        numbers = ~rows["kl"].isnan()
+        left_out = int((~numbers).sum())
+        rows = {name: values[numbers] for name, values in rows.items()}
+        sample = Blocks(rows["block"])
+        found: Summary = {"rows": len(rows["kl"]), "rows_not_numbers": left_out, "blocks": sample.count}
+        if not found["rows"]:
+            return found
+        for name in ("kl", "reverse_kl", "jensen_shannon"):
+            found[name] = sample.mean(rows[name]) | distribution(rows[name])
+        found["kl"]["share_above"] = _shares_above(rows["kl"])
+        found["overlap"] = sample.mean(1 - rows["total_variation"].double())
+        found["entropy"] = {side: float(rows[f"{at}entropy"].double().mean()) for side, at in SIDES.items()}
+        found["same_top"] = sample.mean(rows["agreement"])
+        found["flips"] = int((~rows["agreement"]).sum())
+        if "label_log_prob" in rows:
+            found |= _of_labels(rows)
+        found["by_confidence"] = _by_confidence(rows)
+        if "group" in rows:
+            found["by_group"] = {
+                int(group): _brief({name: values[rows["group"] == group] for name, values in rows.items()})
+                for group in rows["group"].unique()
+            }
+        return found
+
+    def worst(self, count: int) -> list[dict[str, Any]]:
+        """The rows of the largest kl."""
+        rows = self.rows()
+        if not rows:
+            return []
+        kl = rows["kl"].nan_to_num(-1.0, posinf=math.inf)
+        order = kl.argsort(descending=True, stable=True)[:count]
+        return [{name: values[i].item() for name, values in rows.items()} for i in order.tolist()]
+
+
+SIDES = {"candidate": "", "reference": "target_"}
+
+
+def paired(worse: Report, better: Report) -> Summary:
+    """By how much the kl of one candidate is above another's, row by row; rows of both must be the same."""
+    one, other = worse.rows(), better.rows()
+    if not one or not other or not torch.equal(one["row"], other["row"]):
+        raise ValueError("two reports are paired by their rows, which must be the same")
+    difference = one["kl"].double() - other["kl"].double()
+    numbers = ~difference.isnan()
+    found = Blocks(one["block"][numbers]).mean(difference[numbers])
+    return found | {"share_of_rows_above": float((difference[numbers] > 0).double().mean())}
+
+
+def distribution(values: Tensor) -> Summary:
+    """Extremes, median and percentiles, linear between order statistics."""
+    ordered = values.double().sort().values
+    at = torch.tensor(PERCENTILES, dtype=torch.float64) / 100 * (len(ordered) - 1)
+    low = at.floor().long()
+    high = (low + 1).clamp_max(len(ordered) - 1)
+    share = at - low
+    between = torch.where(share == 0, ordered[low], ordered[low] * (1 - share) + ordered[high] * share)
+    percentiles = {f"{p:g}": float(v) for p, v in zip(PERCENTILES, between, strict=True)}
+    return {
+        "min": float(ordered[0]),
+        "median": percentiles["50"],
+        "max": float(ordered[-1]),
+        "percentiles": percentiles,
+    }
+
+
+def _shares_above(kl: Tensor) -> list[tuple[float, float]]:
+    """[(x, share of rows above x)] for a curve, four to a decade, as far as rows reach."""
+    ordered = kl.double().sort().values
+    at = 10 ** (torch.arange(-40, 9, dtype=torch.float64) / 4)
+    shares = 1 - torch.searchsorted(ordered, at, right=True) / len(ordered)
+    return [(float(x), float(share)) for x, share in zip(at, shares, strict=True)]
+
+
+class Blocks:
+    """Means of rows, and how far they would be off with other blocks: of resamples of whole blocks."""
+
+    def __init__(self, block: Tensor) -> None:
+        ids, self.of_row = block.unique(return_inverse=True)
+        self.count = len(ids)
+        self.size = torch.zeros(self.count, dtype=torch.float64)
+        self.size.index_add_(0, self.of_row, torch.ones(len(block), dtype=torch.float64))
+
+    def sums(self, values: Tensor) -> Tensor:
+        return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.of_row, values.double())
+
+    def resampled(self, *sums: Tensor) -> Tensor:
+        """[RESAMPLES, figures]: the means of resamples. Seeded, so that all figures have the same ones."""
+        generator = torch.Generator().manual_seed(0)
+        columns = torch.stack([self.size, *sums], -1)
+        step = max(1, (1 << 20) // self.count)
+        totals = [
+            columns[torch.randint(self.count, (min(step, RESAMPLES - i), self.count), generator=generator)].sum(1)
+            for i in range(0, RESAMPLES, step)
+        ]
+        return torch.cat([total[:, 1:] / total[:, :1] for total in totals])
+
+    def mean(self, values: Tensor) -> Summary:
+        return {"mean": float(values.double().mean())} | self.errors(values)
+
+    def errors(self, values: Tensor) -> Summary:
+        """The standard error and the interval of the mean; None with too few blocks."""
+        spread = values.double().std(correction=0) if len(values) > 1 else torch.tensor(math.nan)
+        alone = float(spread) / math.sqrt(max(1, len(values) - 1))
+        error, interval = None, None
+        if self.count >= LEAST_BLOCKS and bool(values.isfinite().all()):
+            means = self.resampled(self.sums(values))[:, 0]
+            error = float(means.std())
+            interval = _interval(means)
+        return {"standard_error": error, "interval": interval, "error_if_independent": alone}
+
+
+def _interval(means: Tensor) -> list[float]:
+    ends = torch.tensor([(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], dtype=means.dtype)
+    return [float(end) for end in means.quantile(ends)]
+
+
+def _ids(name: str, given: Tensor | int, count: int) -> Tensor:
+    ids = torch.full((count,), given) if isinstance(given, int) else given.reshape(-1).long().cpu()
+    if len(ids) != count:
+        raise ValueError(f"{name} must have an id for each of {count} rows; got {len(ids)}")
+    return ids
+
+
+def _of_labels(rows: Mapping[str, Tensor]) -> Summary:
+    """Perplexities and the probability of the true token, of rows that have one."""
+    has = ~(rows["label_log_prob"].isnan() | rows["target_label_log_prob"].isnan())
+    if not has.any():
+        return {}
+    own, reference = rows["label_log_prob"][has].double(), rows["target_label_log_prob"][has].double()
+    sample, change, ratio = Blocks(rows["block"][has]), own.exp() - reference.exp(), reference - own
+    ranks = {side: rows[f"{at}label_rank"][has] for side, at in SIDES.items()}
+    return {
+        "labels": int(has.sum()),
+        "perplexity": {
+            "candidate": _exponentials(sample, -own),
+            "reference": _exponentials(sample, -reference),
+            "ratio": _exponentials(sample, ratio),
+            "log_ratio": sample.mean(ratio),
+            "covariance": _covariance(own, reference),
+            "correlation": _covariance(own, reference)
+            / max(math.sqrt(_covariance(own, own) * _covariance(reference, reference)), 1e-300),
+        },
+        "label_probability_change": sample.mean(change)
+        | distribution(change)
+        | {"root_mean_square": float(change.square().mean().sqrt())},
+        "label_in_top": {
+            side: {str(k): float((rank < k).double().mean()) for k in RANKS} for side, rank in ranks.items()
+        },
+    }
+
+
+def _exponentials(sample: Blocks, values: Tensor) -> Summary:
+    """Of a mean, its interval and, to first order, its errors."""
+    log = sample.mean(values)
+    mean, interval = math.exp(min(log["mean"], 700)), log["interval"]
+    return {
+        "mean": mean,
+        "standard_error": None if log["standard_error"] is None else mean * log["standard_error"],
+        "interval": None if interval is None else [math.exp(min(end, 700)) for end in interval],
+        "error_if_independent": mean * log["error_if_independent"],
+    }
+
+
+def _covariance(x: Tensor, y: Tensor) -> float:
+    return float(((x - x.mean()) * (y - y.mean())).mean())
+
+
+def _by_confidence(rows: Mapping[str, Tensor]) -> list[Summary]:
+    top = rows["target_top_probability"].double()
+    which = torch.bucketize(top, torch.tensor(CONFIDENCE[1:-1], dtype=torch.float64), right=True)
+    found = []
+    for i, (low, high) in enumerate(itertools.pairwise(CONFIDENCE)):
+        own = {name: values[which == i] for name, values in rows.items()}
+        found.append({"from": low, "to": high} | _brief(own))
+    return found
+
+
+def _brief(rows: Mapping[str, Tensor]) -> Summary:
+    """Of some rows: the figures of a table's line."""
+    count = len(rows["kl"])
+    found: Summary = {"rows": count}
+    if count:
+        found["kl"] = Blocks(rows["block"]).mean(rows["kl"]) | distribution(rows["kl"])
+        found["same_top"] = float(rows["agreement"].double().mean())
+    return found

