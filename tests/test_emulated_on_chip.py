@@ -74,6 +74,18 @@ def test_rows_of_several_tiles(backend, generator, kind, mask):
             assert share_misrounded(ours, expected) < 1e-3
 
 
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_gradients_that_begin_elsewhere_than_their_rows(backend, generator, first):
+    """Parts of longer rows, whose gradients lie side by side: the emulation stops at a vector that is not aligned."""
+    rows = samples.batch(generator, 9001, torch.bfloat16, far=far(1.0), apart=apart(1.0), close=apart(0.02))
+    x, y = (torch.nn.functional.pad(t, (first, 7))[:, first : first + 9001] for t in (rows.x, rows.y))
+    leaf, a = x.detach().requires_grad_(), rows.x.double().requires_grad_()
+    truth = oracle.divergence(a, rows.y.double(), "kl").sum()
+    loss = kullback.divergence(leaf, y, reduction="sum")
+    assert relative_error(loss, truth) < LOSS
+    assert relative_error(torch.autograd.grad(loss, leaf)[0], torch.autograd.grad(truth, a)[0]) < BF16_GRADIENT
+
+
 @pytest.mark.parametrize("is_on_chip", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation"])

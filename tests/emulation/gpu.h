@@ -157,9 +157,16 @@ template <typename To, typename From> static To bits_of(From x)
 #define __shfl_sync(mask, x, lane) gpu::from_lane(x, lane)
 #define __threadfence()
 #define __ldcg(p) (*(p))
-#define __ldg(p) (*(p))
+/* A vector lies on its size: else a device stops. */
+template <typename T> static T *aligned(T *p)
+{
+    if ((uintptr_t)p % sizeof(T))
+        abort();
+    return p;
+}
+#define __ldg(p) (*aligned(p))
 #define __ldcs(p) (*(p))
-#define __stcs(p, value) (*(p) = (value))
+#define __stcs(p, value) (*aligned(p) = (value))
 #define __float_as_uint(x) gpu::bits_of<unsigned>((float)(x))
 #define __uint_as_float(x) gpu::bits_of<float>((unsigned)(x))
 #define __int_as_float(x) gpu::bits_of<float>((int)(x))

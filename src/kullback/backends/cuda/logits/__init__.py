@@ -23,6 +23,7 @@ from kullback.work import Rows, Verb
 ARGUMENTS = text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS))
 OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
+D_INPUT = list(OPERANDS).index("d_input")  # and behind it d_target
 
 
 Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # of input, target and their gradients
@@ -118,6 +119,7 @@ def run(work: Rows) -> None:
     output = total if loss is None else loss
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, labels, *others)]
     strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
+    vectors = [*addresses[:2], *addresses[D_INPUT : D_INPUT + 2]]  # of the same tensors
     dtypes = x.dtype, y.dtype, (x if d_input is None else d_input).dtype, (y if d_target is None else d_target).dtype
     is_streamed = known is not None
     launcher, setup = _prepared(
@@ -132,7 +134,7 @@ def run(work: Rows) -> None:
         output is not None or found is not None,
         (d_input is not None, d_target is not None),
         figures is not None,
-        0 if is_streamed or not _in_phase(addresses, strides, rows, dtypes) else chip_bytes(index),
+        0 if is_streamed or not _in_phase(vectors, strides, rows, dtypes) else chip_bytes(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -258,7 +260,7 @@ def chip_bytes(index: int) -> int:
 
 def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtypes) -> bool:
     """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
-    x, y, *_, d_x, d_y = addresses
+    x, y, d_x, d_y = addresses
     x_step, y_step, d_x_step, d_y_step = strides
     if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
         return True  # as usual: all rows begin with a vector, whatever its width
