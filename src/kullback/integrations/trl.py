@@ -45,7 +45,6 @@ def patched() -> Iterator[None]:
         setattr(module, FUNCTION, theirs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # statistics are not collected in what is compiled
 def chunked_divergence_loss(
     student_hidden_states: Tensor,
     teacher_hidden_states: Tensor,
@@ -63,16 +62,17 @@ def chunked_divergence_loss(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """TRL's `_chunked_divergence_loss`: the loss, the sum of the student's entropies, and how many tokens count."""
-    from trl.trainer.utils import maybe_gather_lm_head_ctx
+    from trl.trainer import utils
 
+    gathered: Any = utils.maybe_gather_lm_head_ctx
     counts = completion_mask != 0
     student, teacher = student_hidden_states[counts], teacher_hidden_states[counts]  # others are not even projected
     count = counts.sum()
     normalizer = count if num_items_in_batch is None else num_items_in_batch
     kind, parameter = KINDS.get(beta, ("jensen_shannon", {"beta": beta}))
     with (
-        maybe_gather_lm_head_ctx(student_lm_head_weight, student_lm_head_bias),
-        maybe_gather_lm_head_ctx(teacher_lm_head_weight, teacher_lm_head_bias),
+        gathered(student_lm_head_weight, student_lm_head_bias),
+        gathered(teacher_lm_head_weight, teacher_lm_head_bias),
         collecting_statistics() as collected,
     ):
         loss = functional.linear_divergence(
@@ -98,8 +98,15 @@ KINDS: dict[float, tuple[str, dict[str, Any]]] = {0.0: ("kl", {}), 1.0: ("revers
 
 
 def _whole(head: Tensor, dtype: torch.dtype) -> Tensor:
-    """A head or bias as its model's hidden states are multiplied by it; of FSDP2's shards, gathered."""
-    return (head.full_tensor() if is_dtensor(head) else head).to(dtype)
+    """A head or bias as its model's hidden states are multiplied by it. Of one that FSDP2 shards by itself, gathered.
+
+    Each rank's gradient is of its own batch: FSDP2 averages those that it gathers, and nobody else those of a DTensor.
+    """
+    if is_dtensor(head):
+        from torch.distributed.tensor import Partial
+
+        head = head.full_tensor(grad_placements=[Partial("avg")] * head.device_mesh.ndim)
+    return head.to(dtype)
 
 
 def _trainer_module() -> Any:
