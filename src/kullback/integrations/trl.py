@@ -17,6 +17,7 @@ from kullback.sharded import is_dtensor
 
 MODULE, FUNCTION = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
 VERSION = "1.16"  # of trl, whose function this takes the place of
+KINDS: dict[float, tuple[str, dict[str, Any]]] = {0.0: ("kl", {}), 1.0: ("reverse_kl", {})}  # of beta, at its ends
 
 
 @contextlib.contextmanager
@@ -31,6 +32,7 @@ def patched() -> Iterator[None]:
 
     Raises:
         ImportError: without trl, or of a version whose trainer has no such function, or one of other arguments.
+        ValueError: in training, of a head in ZeRO-3's pieces with float16.
 
     >>> import kullback.integrations.trl
     >>> # with kullback.integrations.trl.patched():
@@ -65,6 +67,12 @@ def chunked_divergence_loss(
     from trl.trainer import utils
 
     gathered: Any = utils.maybe_gather_lm_head_ctx
+    is_in_pieces = hasattr(student_lm_head_weight, "ds_id")
+    if is_in_pieces and student_hidden_states.dtype == torch.float16 and torch.is_grad_enabled():
+        raise ValueError(
+            "student_lm_head_weight is kept in pieces by DeepSpeed (ZeRO-3), and hidden states are float16, of which a "
+            "backward reads the head again when it is gone: train in bfloat16, or with ZeRO-2"
+        )
     counts = completion_mask != 0
     student, teacher = student_hidden_states[counts], teacher_hidden_states[counts]  # others are not even projected
     count = counts.sum()
@@ -92,9 +100,6 @@ def chunked_divergence_loss(
             **parameter,
         )
     return loss, collected[0].entropy.sum(), count
-
-
-KINDS: dict[float, tuple[str, dict[str, Any]]] = {0.0: ("kl", {}), 1.0: ("reverse_kl", {})}
 
 
 def _whole(head: Tensor, dtype: torch.dtype) -> Tensor:
