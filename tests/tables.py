@@ -177,6 +177,23 @@ def linear(machine):
     return "\n".join(lines)
 
 
+def integrations():
+    """A step's seconds, memory and errors against float64 on a CPU: inside TRL's trainer and in a Llama's forward."""
+    report = json.loads((ROOT / "benchmarks/results/cpu/integrations.json").read_text(encoding="utf-8"))
+    lines = ["| | s | MB | loss | entropy | gradient norm |", "|---|" + "---|" * 5]
+    for result in report["results"]:
+        case = result["case"]
+        words = {name: case[name] for name in ("beta", "label_weight", "dtype") if name in case}
+        told = ", ".join([case["part"], *(f"{name} {value}" for name, value in words.items())])
+        lengths = ", ".join(map(str, case["lengths"]))
+        lines.append(f"| **{told}; completions of {lengths}** | | | | | |")
+        for entry in result["results"]:
+            errors = (entry[f"{name}_error"] for name in ("loss", "entropy", "gradient_norm"))
+            shown = " | ".join("" if error is None else f"{error:.0e}" for error in errors)
+            lines.append(f"| {entry['name']} | {entry['seconds']:.2f} | {entry['peak_bytes'] / 1e6:.0f} | {shown} |")
+    return "\n".join(lines)
+
+
 def ranks():
     """Two GPUs that share a vocabulary, beside one and rivals; and what is foretold of more."""
     report = json.loads((ROOT / "benchmarks/results/h100/parallel.json").read_text(encoding="utf-8"))
@@ -243,6 +260,7 @@ FILES = {
     **KINDS,
     "docs/numerics.md": REGIMES,
     "docs/performance.md": performance,
+    "docs/transformers.md": section("integrations", integrations),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }
 

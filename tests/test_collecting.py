@@ -122,6 +122,17 @@ def test_from_hidden_states(backend, device, generator, target):
         hold(collected, hidden.double() @ head.double().T, labels, counts=weight != 0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_call_of_no_rows_is_one_too(reduction):
+    hidden, head = torch.empty(0, 4), torch.ones(9, 4)
+    for labels in (None, torch.empty(0, dtype=torch.int64)):
+        with kullback.collecting_statistics() as collected:
+            kullback.linear_divergence(hidden, head, hidden, head, labels=labels, reduction=reduction)
+        (found,) = collected
+        assert found.lse.shape == found.entropy.shape == (0,)
+        assert (found.label_log_prob is None) == (labels is None)
+
+
 def test_of_a_teacher_known_at_some_tokens(backend, device, generator):
     x, y = (sample("logits", (2, 5, 200), generator, torch.float32) for _ in range(2))
     log_p, ids = y.log_softmax(-1).topk(8)

@@ -107,6 +107,70 @@ def test_the_loss_is_the_divergence_of_the_models_logits(name):
         check(student, teacher, given, "jensen_shannon", beta=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        ("Llama", "kl", {}),
+        ("Gemma2", "jensen_shannon", {"beta": 0.1}),
+        ("Cohere", "reverse_kl", {"temperature": 2.0}),
+        ("Phi", "kl", {"temperature": 2.0, "divergence_weight": 3.6}),
+        ("Granite", "kl", {"divergence_weight": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("count", [None, 100])
+def test_labels_count_what_the_model_s_own_loss_does(name, kind, options, count):
+    student, teacher, given = model(name, 0), model(name, 1), batch()
+    student.train()
+    given["num_items_in_batch"] = count
+    own = student(**given).loss
+    rest = {name: value for name, value in options.items() if name != "divergence_weight"}
+    expected = (
+        options.get("divergence_weight", 1.0) * textbook(student, teacher, given, kind, count, **rest) + 0.3 * own
+    )
+    with distil(student, teacher, kind, label_weight=0.3, **options):
+        loss = student(**given).loss
+    assert relative_error(loss, expected) < 2e-5
+    ours, theirs = gradients(loss, student), gradients(expected, student)
+    total = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+    assert all((ours[name] - gradient).norm() < 2e-5 * total for name, gradient in theirs.items())
+
+
+def test_labels_in_float64():
+    """The divergence of a model from itself is 0, and what is left is its own loss."""
+    student, given = model("Llama", 0, torch.float64), batch()
+    student.train()
+    expected = student(**given).loss
+    with distil(student, copy.deepcopy(student), label_weight=1.0):
+        loss = student(**given).loss
+    assert expected.dtype == torch.float32  # of transformers' own
+    assert loss.dtype == torch.float64
+    assert relative_error(loss, expected) < 1e-6
+
+
+def test_smoothed_labels():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    logits = student.train()(**{name: given[name] for name in ("input_ids", "attention_mask")}).logits[:, :-1]
+    own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    with distil(student, teacher, label_weight=0.5, label_smoothing=0.1):
+        loss = student(**given).loss
+    assert relative_error(loss, textbook(student, teacher, given) + 0.5 * own) < 2e-5
+    for options in ({}, {"label_weight": 0.5, "temperature": 2.0}):
+        with pytest.raises(ValueError, match="label_smoothing goes with a label_weight, and with temperature 1"):
+            distil(student, teacher, label_smoothing=0.1, **options)
+
+
+def test_labels_cost_no_pass_of_their_own():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    counted = {}
+    for label_weight in (0.0, 0.3):
+        with distil(student, teacher, label_weight=label_weight), FlopCounterMode(display=False) as flops:
+            student.train()(**given).loss.backward()
+        counted[label_weight] = flops.get_total_flops()
+    assert counted[0.3] == counted[0.0] > 0
+
+
 def test_another_architecture_teaches():
     student, teacher = model("Llama", 0), model("Gemma2", 1, hidden_size=64)
     with distil(student, teacher, "reverse_kl", temperature=2.0):

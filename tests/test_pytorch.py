@@ -151,10 +151,7 @@ def test_opcheck(form, backend, device, generator):
         (ops.per_row, (x, y, weight, labels, key, *scalars, torch.float32)),
         (ops.gradient, (x, y, weight, labels, key, *scalars, state, [False, True])),
         (ops.gradient, (x, y, weight, labels, key, *scalars, None, [True, True])),
-        (
-            ops.value,
-            (x, y, None, labels, key, [], torch.tensor(problem.scalars, dtype=torch.float64), 0.5, torch.float32),
-        ),
+        (ops.value, (x, y, None, labels, key, [], symbols, 0.5, torch.float32)),
     ):
         torch.library.opcheck(op, arguments)
 

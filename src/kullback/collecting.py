@@ -94,6 +94,13 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)
 
 
+def of_no_rows(hidden: Tensor, labels: Tensor | None) -> Begun:
+    """Of a loss that has no chunk of rows to begin with."""
+    none = hidden.new_empty((2, 0), dtype=accumulator(hidden))
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return Begun(torch.Size([0]), dtype, none, None if labels is None else none[0])
+
+
 def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none."""
     if not problem.shard.group:

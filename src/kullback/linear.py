@@ -285,6 +285,12 @@ class Chunks:
         else:
             topk.run_at_ids(work, self.models.ids[rows], self.task.negligible)
 
+    def end(self) -> None:
+        """All losses are found."""
+        if not self.rows:
+            self.begun.append(collecting.of_no_rows(self.models.hidden, self.models.labels))
+        collecting.end(self.begun)
+
     def gradients(self) -> list[Tensor]:
         return [*self.student.gradients(), *self.teacher.gradients()]
 
@@ -339,7 +345,7 @@ def sum_losses(task: Task, models: Models, scale: float) -> list[Tensor]:
         total = models.hidden.new_empty((), dtype=accumulator(models.hidden))
         chunks.run(rows, work._replace(scale=scale, total=total))
         totals.append(total)
-    collecting.end(chunks.begun)
+    chunks.end()
     loss = torch.stack(totals).sum() if totals else models.hidden.new_zeros(())
     return [loss.to(task.dtype), *chunks.gradients()]
 
@@ -351,7 +357,7 @@ def row_losses(task: Task, models: Models) -> tuple[Tensor, Tensor]:
     for rows, work in chunks:
         states.append(packed(work.input.size(0), state_fields(task.problem), loss))
         chunks.run(rows, work._replace(loss=loss[rows], found=states[-1]))
-    collecting.end(chunks.begun)
+    chunks.end()
     return loss, torch.cat(states, -1) if states else packed(0, state_fields(task.problem), loss)
 
 

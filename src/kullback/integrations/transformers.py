@@ -47,8 +47,13 @@ class Distillation:
         self.undo()
 
 
-def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **options: Any) -> Distillation:
+def distil(
+    student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", *, label_weight: float = 0.0, **options: Any
+) -> Distillation:
     """From now on `student(**batch).loss`, in training, is the divergence from the teacher, in nats a token.
+
+    With a `label_weight` it is divergence_weight · divergence + label_weight · the model's own loss, which is the
+    cross-entropy of the batch's labels. Both are found in one pass, unless a temperature is the divergence's alone.
 
     It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own
     forward, Trainer, accelerate, DDP, FSDP2, gradient checkpointing and compile need nothing else. A batch's `labels`
@@ -61,8 +66,10 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
             its head is counted, and trained.
         teacher: another, with the same tokens, on the same device. It is put into evaluation mode.
         kind: as of `kullback.divergence`.
-        **options: options of `kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`, a
-            kind's parameter. Logit scales and softcaps are read from both models' configurations.
+        label_weight: what the model's own loss counts, of the tokens that count. It is of logits at temperature 1.
+        **options: options of `kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`,
+            `divergence_weight`, `z_weight`, a kind's parameter; with a `label_weight` at temperature 1 also
+            `label_smoothing`. Logit scales and softcaps are read from both models' configurations.
 
     Returns:
         What undoes it: a context manager with `undo()`.
@@ -75,7 +82,13 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
     >>> # with integration.distil(student, teacher, "jensen_shannon", beta=0.1):
     >>> #     Trainer(student, ...).train()
     """
-    checks.check_options(kind, options, checks.LINEAR_OPTIONS)
+    checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
+    is_fused = options.get("temperature", 1.0) == 1
+    if options.get("label_smoothing", 0.0) and not (label_weight and is_fused):
+        raise ValueError(
+            "label_smoothing goes with a label_weight, and with temperature 1; got label_weight "
+            f"{label_weight} and temperature {options.get('temperature', 1.0)}"
+        )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
     if "forward" in vars(model):
         raise ValueError("student is distilled already, or its forward is another's: undo that first")
@@ -104,26 +117,38 @@ def distil(student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", **op
         return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
 
     def divergence(hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
-        return functional.linear_divergence(
-            hidden.to(own.weight.dtype),
+        hidden = hidden.to(own.weight.dtype)
+        of_student: dict[str, Any] = {
+            "bias": own.bias,
+            "logit_scale": own.scale,
+            "softcap": own.softcap,
+            "row_weight": labels != IGNORED,
+            "normalizer": count.to(hidden.device) if isinstance(count, Tensor) else count,
+        }
+        of_labels: dict[str, Any] = {"labels": labels, "label_weight": label_weight}
+        loss = functional.linear_divergence(
+            hidden,
             own.weight,
             target.to(other.weight.dtype),
             other.weight.detach(),
             kind,
-            bias=own.bias,
             target_bias=None if other.bias is None else other.bias.detach(),
-            logit_scale=own.scale,
             target_logit_scale=other.scale,
-            softcap=own.softcap,
             target_softcap=other.softcap,
-            row_weight=labels != IGNORED,
-            normalizer=count.to(hidden.device) if isinstance(count, Tensor) else count,
+            **of_student,
+            **(of_labels if label_weight and is_fused else {}),
             **options,
         )
+        if label_weight and not is_fused:
+            shared = {name: options[name] for name in OPTIONS_OF_LABELS if name in options}
+            loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
+        return loss
 
     return Distillation(model, types.MethodType(forward, model))
 
 
+# What a cross-entropy of its own shares with the divergence.
+OPTIONS_OF_LABELS = ("valid_vocab", "reduction", "chunk_rows", "logits_dtype")
 # What a model's forward takes and its decoder does not.
 NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
 
