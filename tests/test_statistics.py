@@ -180,3 +180,14 @@ def test_a_shorter_vocabulary_cuts_heads_and_biases(generator):
     assert relative_error(found.entropy, definitions(logits, logits)["entropy"]) < 1e-6
     with pytest.raises(ValueError, match=r"must have tokens; got the shape \[3, 0\]"):
         kullback.row_statistics(torch.zeros(3, 0))
+
+
+@pytest.mark.parametrize("backend", ["torch", "c", "emulated"], indirect=True)
+def test_on_each_backend(backend, generator):
+    rows = samples.batch(generator, 503, torch.float32, far=samples.far(2.0), apart=samples.apart(0.3))
+    labels = torch.tensor([7, -100])
+    found = kullback.row_statistics(rows.x, rows.y, labels)
+    check(found, definitions(rows.x, rows.y, labels), 3e-6 if backend != "emulated" else 1e-5)
+    alone = kullback.row_statistics(rows.x, labels=labels)
+    assert alone.kl is None
+    torch.testing.assert_close(alone.entropy, found.entropy)

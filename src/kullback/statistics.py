@@ -1,6 +1,7 @@
 """Driver: many figures of each row. For evaluation: nothing is differentiated.
 
-Rows are taken a chunk at a time, which a CPU's cache holds. Divergences are the backends'; the rest is torch's.
+Rows are taken a chunk at a time, which a CPU's cache holds. Divergences, entropies and log-sum-exps are the backends';
+the rest is torch's.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from kullback import backends
 from kullback.backends import pytorch
-from kullback.backends.pytorch.piece import Piece
+from kullback.backends.pytorch.piece import capped, inverse_temperature
 from kullback.divergences import DIVERGENCES
-from kullback.problem import IGNORED, Problem
+from kullback.problem import IGNORED, Problem, Side, accumulator
 from kullback.work import Operands, Rows
 
-KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation")
+KINDS = ("jensen_shannon", "total_variation")
 
 
 class RowStatistics(NamedTuple):
@@ -63,28 +64,31 @@ def of_rows(
 
 
 def _of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_target: bool) -> RowStatistics:
-    """Of rows [rows, vocab] of logits."""
-    piece = Piece(_of_kind(problem, "kl"), x, y, is_whole=True)
-    stats = piece.statistics(with_moments=False)
-    q, p, values, scales = piece.elements["q"], piece.elements["p"], piece.values, piece.elements.scales
-    found = {"entropy": torch.special.entr(q).sum(-1), "lse": stats.input_lse, "top_token": values["input"].argmax(-1)}
-    if labels is not None:
-        found |= _of_labels("", values["input"], scales["input"], stats.input_lse, labels)
+    """Of rows [rows, vocab] of logits. The two directions of kl find what is said of one side on their way."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    kl = _of_kind(problem, "kl")
+    own, other = kl.sides
+    divergence, (lse, entropy) = _run(kl, x, y, with_figures=True)
+    found = {"entropy": entropy, "lse": lse} | _of_tokens("", own, x, lse, labels)
     if has_target:
-        for kind in KINDS:
-            found[kind] = q.new_empty(q.size(0))
-            backends.run(Rows(_of_kind(problem, kind), Operands(x, y), loss=found[kind]))
-        found["target_entropy"] = torch.special.entr(p).sum(-1)
-        found["cross_entropy"] = found["target_entropy"] + found["kl"]
-        found["target_lse"] = stats.target_lse
-        found["target_top_token"] = values["target"].argmax(-1)
-        are_numbers = ~(stats.input_lse + stats.target_lse).isnan()
+        swapped, (target_lse, target_entropy) = _run(dataclasses.replace(kl, input=other, target=own), y, x, True)
+        found |= {"kl": divergence, "reverse_kl": swapped, "target_entropy": target_entropy, "target_lse": target_lse}
+        found |= {kind: _run(_of_kind(problem, kind), x, y, with_figures=False)[0] for kind in KINDS}
+        found["cross_entropy"] = target_entropy + divergence
+        found |= _of_tokens("target_", other, y, target_lse, labels)
+        are_numbers = ~(lse + target_lse).isnan()
         found["agreement"] = are_numbers & (found["top_token"] == found["target_top_token"])
-        found["target_top_probability"] = p.amax(-1)
-        if labels is not None:
-            found |= _of_labels("target_", values["target"], scales["target"], stats.target_lse, labels)
+        top = capped(y.gather(-1, found["target_top_token"].unsqueeze(-1)).squeeze(-1), other.softcap)
+        found["target_top_probability"] = (_scaled(top, other, target_lse) - target_lse).exp()
     numbers = map(found.get, RowStatistics._fields)
-    return RowStatistics(*(n.to(q.dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
+    return RowStatistics(*(n.to(dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
+
+
+def _run(problem: Problem, x: Tensor, y: Tensor, with_figures: bool) -> tuple[Tensor, Tensor]:
+    """The divergences of rows, and figures of the input."""
+    loss, figures = (x.new_zeros(shape, dtype=accumulator(x)) for shape in (x.shape[:1], (2, x.size(0))))
+    backends.run(Rows(problem, Operands(x, y), loss=loss, figures=figures if with_figures else None))
+    return loss, figures
 
 
 def _of_kind(problem: Problem, kind: str) -> Problem:
@@ -94,16 +98,23 @@ def _of_kind(problem: Problem, kind: str) -> Problem:
     return dataclasses.replace(problem, kind=kind, parameter=parameter, input=input, target=target)
 
 
-def _of_labels(side: str, logits: Tensor, scale: float, lse: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    counts = labels != IGNORED
-    column = torch.where(counts, labels, 0).unsqueeze(-1)
-    own = logits.gather(-1, column)
-    rank = (logits > own).sum(-1)  # by logits: masses underflow
-    own = own.squeeze(-1).to(lse.dtype)
-    return {
-        f"{side}label_log_prob": torch.where(counts, own * scale - lse, torch.nan),
-        f"{side}label_rank": torch.where(counts & ~lse.isnan(), rank, -1),
-    }
+def _of_tokens(name: str, side: Side, logits: Tensor, lse: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    """One side's first token, and what its label is to it."""
+    values = capped(logits, side.softcap)  # ranks by logits: masses underflow
+    found = {f"{name}top_token": values.argmax(-1)}
+    if labels is not None:
+        counts = labels != IGNORED
+        own = values.gather(-1, torch.where(counts, labels, 0).unsqueeze(-1))
+        rank = (values > own).sum(-1)
+        log_prob = _scaled(own.squeeze(-1), side, lse) - lse
+        found[f"{name}label_log_prob"] = torch.where(counts, log_prob, torch.nan)
+        found[f"{name}label_rank"] = torch.where(counts & ~lse.isnan(), rank, -1)
+    return found
+
+
+def _scaled(logits: Tensor, side: Side, lse: Tensor) -> Tensor:
+    """Over the temperature, as log-sum-exps have it."""
+    return logits.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64)
 
 
 def as_logits(values: Tensor, form: str) -> Tensor:
