@@ -74,7 +74,7 @@ def end(begun: Sequence[Begun]) -> None:
     into = _collected.get()
     if into is None or not begun:
         return
-    lse, of_rows = torch.cat([part.figures for part in begun], -1)
+    lse, of_rows = begun[0].figures if len(begun) == 1 else torch.cat([part.figures for part in begun], -1)
     logits = [part.logit for part in begun if part.logit is not None]
     own = torch.cat(logits) - lse if logits else None
     shape = begun[0].shape if len(begun) == 1 else lse.shape
