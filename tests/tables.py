@@ -111,6 +111,25 @@ def real_rows_on_a_cpu():
     return "\n".join(lines)
 
 
+def labels():
+    """Milliseconds on an H200 with a student's gradient, and how many times the divergence alone."""
+    results = json.loads((ROOT / "benchmarks/results/h200/labels.json").read_text(encoding="utf-8"))["results"]
+    lines = []
+    for part, head in (("dense", "rows, kind"), ("linear", "hidden states"), ("alone", "labels alone")):
+        found = [result for result in results if result["part"] == part]
+        names = list(dict.fromkeys(name for result in found for name in result["seconds"]))
+        lines += ["", f"| {head} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+        for result in found:
+            case, seconds = result["case"], result["seconds"]
+            first = next(iter(seconds.values()))
+            of = f"{case['student']}, {case['kind']}" if part == "dense" else f"{case['rows']} × {case['vocab']}"
+            cells = (
+                f"{seconds[name] * 1e3:.2f} ({seconds[name] / first:.2f})" if name in seconds else "" for name in names
+            )
+            lines.append(f"| {of} | " + " | ".join(cells) + " |")
+    return "\n".join(lines[1:])
+
+
 TASKS = ("forward", "forward + gradient", "forward + both gradients", "each row, then its gradient")
 
 
@@ -244,6 +263,7 @@ PERFORMANCE = (
     section("real rows, CPU", real_rows_on_a_cpu),
     section("linear", functools.partial(linear, "h200")),
     section("linear, CPU", functools.partial(linear, "cpu")),
+    section("labels", labels),
     section("ranks", ranks),
 )
 
