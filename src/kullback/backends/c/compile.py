@@ -124,6 +124,7 @@ def library() -> str:
         HERE / "elementary.h",
         shared / "numerics.h",
         HERE / "types.h",
+        HERE / "memory.h",
     )
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 

@@ -14,17 +14,13 @@
    the shape alone: neither the number of threads nor the rows beside a row can change its result. */
 
 #include <stdlib.h>
-#ifdef __linux__
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 #define NOINLINE __attribute__((noinline))
 #define PREFETCH(p) __builtin_prefetch(p)
 
 /* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. A unit of work
    has so many elements, of as many rows. */
-enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64, LARGE_BYTES = 32 << 20 };
+enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64 };
 
 typedef struct {
     const X *x;
@@ -708,21 +704,6 @@ NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end,
         d_target[i] = STORE_DY(weight == 0 ? (real)0 : scale * weight * e.target);
 #endif
     }
-}
-#endif
-
-#if WANT_INPUT || WANT_TARGET
-/* A large gradient is fresh memory, whose small pages take longer to be had than the gradient itself (docs/performance.md). */
-static void ask_for_large_pages(const void *first, int64_t bytes)
-{
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), start = ((uintptr_t)first + page - 1) & ~(page - 1);
-    const uintptr_t end = ((uintptr_t)first + (uintptr_t)bytes) & ~(page - 1);
-    if (bytes >= LARGE_BYTES)
-        (void)madvise((void *)start, end - start, MADV_HUGEPAGE); /* a hint */
-#else
-    (void)first, (void)bytes;
-#endif
 }
 #endif
 

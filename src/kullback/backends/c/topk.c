@@ -50,16 +50,26 @@ INLINE real counted_grad(real value, Counting c)
 
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
 
-NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n, Counting c)
+/* A row as it counts, without its ids */
+NOINLINE static void copy_others(const X *x, const int64_t *ids, int64_t k, real *others, int64_t n, Counting c)
+{
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++)
+        others[i] = counted(x[i], c);
+    for (int64_t j = 0; j < k; j++)
+        if (ids[j] >= 0)
+            others[ids[j]] = NOTHING;
+}
+
+NOINLINE static double tail_of(const real *others, int64_t n)
 {
     double total = 0;
     real top = -(real)INFINITY, poison = 0; /* a maximum drops NaN; a sum of zeros does not */
     if (!IS_PROBS) {
 #pragma omp simd reduction(max: top) reduction(+: poison)
         for (int64_t i = 0; i < n; i++) {
-            const real value = mark[i] ? NOTHING : counted(x[i], c);
-            top = value > top ? value : top;
-            poison += value == value ? (real)0 : value;
+            top = others[i] > top ? others[i] : top;
+            poison += others[i] == others[i] ? (real)0 : others[i];
         }
         if (!(poison == 0) || safe_abs(top) == (real)INFINITY)
             return (double)top + (double)poison;
@@ -68,33 +78,22 @@ NOINLINE static double tail_of(const X *x, const unsigned char *mark, int64_t n,
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real part = 0;
 #pragma omp simd reduction(+: part)
-        for (int64_t i = start; i < end; i++) {
-            const real value = mark[i] ? NOTHING : counted(x[i], c);
-            part += IS_PROBS ? value : safe_exp(value - top);
-        }
+        for (int64_t i = start; i < end; i++)
+            part += IS_PROBS ? others[i] : safe_exp(others[i] - top);
         total += part;
     }
     return IS_PROBS ? total : (double)top + log(total);
 }
 
-NOINLINE static void scatter_tail(const X *x, X *out, const unsigned char *mark, int64_t n, Counting c, real tail,
-                                  real d_tail)
+/* Of all elements; ids are written over */
+NOINLINE static void scatter_tail(const X *x, X *out, int64_t n, Counting c, real tail, real d_tail)
 {
     const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const real value = counted(x[i], c);
-        const real part
-            = IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, c));
-        out[i] = STORE_X(mark[i] ? (real)0 : part);
+        out[i] = STORE_X(IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, c)));
     }
-}
-
-static void set_marks(unsigned char *mark, const int64_t *ids, int64_t k, unsigned char to)
-{
-    for (int64_t j = 0; j < k; j++)
-        if (ids[j] >= 0)
-            mark[ids[j]] = to;
 }
 
 void kullback_gather(const Arguments *a)
@@ -103,7 +102,7 @@ void kullback_gather(const Arguments *a)
     const int has_tail = a->width > a->k;
 #pragma omp parallel num_threads(a->threads)
     {
-        unsigned char *mark = has_tail ? calloc((size_t)a->vocab, 1) : NULL;
+        real *others = has_tail ? malloc((size_t)a->vocab * sizeof *others) : NULL;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->rows; row++) {
             const X *x = a->x + row * a->x_stride;
@@ -113,12 +112,11 @@ void kullback_gather(const Arguments *a)
             for (int64_t j = 0; j < a->k; j++)
                 gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], c);
             if (has_tail) {
-                set_marks(mark, ids, a->k, 1);
-                gathered[a->k] = (real)tail_of(x, mark, a->vocab, c);
-                set_marks(mark, ids, a->k, 0);
+                copy_others(x, ids, a->k, others, a->vocab, c);
+                gathered[a->k] = (real)tail_of(others, a->vocab);
             }
         }
-        free(mark);
+        free(others);
     }
 }
 
@@ -126,31 +124,24 @@ void kullback_scatter(const Arguments *a)
 {
     const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
     const int has_tail = a->width > a->k;
-#pragma omp parallel num_threads(a->threads)
-    {
-        unsigned char *mark = has_tail ? calloc((size_t)a->vocab, 1) : NULL;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a->rows; row++) {
-            const X *x = a->x + row * a->x_stride;
-            X *out = a->d_input + row * a->d_input_stride;
-            const int64_t *ids = a->ids + row * a->k;
-            const real *gathered = a->gathered + row * a->width, *d_gathered = a->d_gathered + row * a->width;
-            const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
-            const real tail = has_tail ? gathered[a->k] : (real)0;
-            const real d_tail = has_tail ? d_gathered[a->k] : (real)0;
-            if (d_tail == 0)
-                memset(out, 0, (size_t)a->vocab * sizeof(X));
-            else {
-                set_marks(mark, ids, a->k, 1);
-                scatter_tail(x, out, mark, a->vocab, c, tail, d_tail);
-                set_marks(mark, ids, a->k, 0);
+    ask_for_large_pages(a->d_input, (int64_t)sizeof(X) * a->rows * a->vocab);
+#pragma omp parallel for schedule(static) num_threads(a->threads)
+    for (int64_t row = 0; row < a->rows; row++) {
+        const X *x = a->x + row * a->x_stride;
+        X *out = a->d_input + row * a->d_input_stride;
+        const int64_t *ids = a->ids + row * a->k;
+        const real *gathered = a->gathered + row * a->width, *d_gathered = a->d_gathered + row * a->width;
+        const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
+        const real tail = has_tail ? gathered[a->k] : (real)0;
+        const real d_tail = has_tail ? d_gathered[a->k] : (real)0;
+        if (d_tail == 0)
+            memset(out, 0, (size_t)a->vocab * sizeof(X));
+        else
+            scatter_tail(x, out, a->vocab, c, tail, d_tail);
+        for (int64_t j = 0; j < a->k; j++)
+            if (ids[j] >= 0) {
+                const real slope = counted_grad(gathered[j], c);
+                out[ids[j]] = STORE_X(d_gathered[j] == 0 ? (real)0 : d_gathered[j] * slope);
             }
-            for (int64_t j = 0; j < a->k; j++)
-                if (ids[j] >= 0) {
-                    const real slope = counted_grad(gathered[j], c);
-                    out[ids[j]] = STORE_X(d_gathered[j] == 0 ? (real)0 : d_gathered[j] * slope);
-                }
-        }
-        free(mark);
     }
 }
