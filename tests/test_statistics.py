@@ -1,5 +1,6 @@
 """Many figures of each row, each against its definition in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -191,3 +192,40 @@ def test_on_each_backend(backend, generator):
     alone = kullback.row_statistics(rows.x, labels=labels)
     assert alone.kl is None
     torch.testing.assert_close(alone.entropy, found.entropy)
+
+
+@pytest.mark.parametrize("target_form", ["log_probs", "probs"])
+@pytest.mark.parametrize("form", oracle.FORMS)
+def test_beside_a_teacher_known_at_some_tokens(form, target_form, generator):
+    """Entries that are absent or repeated; a row without any; padding."""
+    x, k = sample(form, (2, 3, 60), generator, torch.float64), 7
+    p = sample("probs", (2, 3, 60), generator.manual_seed(3), torch.float64)
+    values, ids = p.topk(k)
+    ids[0, 0, 2] = -1
+    ids[0, 1, 1] = ids[0, 1, 0]
+    ids[1, 2] = -1
+    labels = torch.tensor([[0, 59, -100], [3, 4, 5]])
+    q = oracle.masses(x, form)
+    padded = torch.nn.functional.pad(x, (0, 4), value=7.0)
+    given = values if target_form == "probs" else values.log()
+    options = {"form": form, "target_form": target_form, "valid_vocab": 60}
+    found = kullback.topk_row_statistics(padded, given, ids, labels, **options)
+    for row in itertools.product(range(2), range(3)):
+        tokens = {t for t in ids[row].tolist() if t >= 0}
+        theirs = sum(v for v, t in zip(values[row].tolist(), ids[row].tolist(), strict=True) if t >= 0)
+        first = set(q[row].topk(len(tokens)).indices.tolist())
+        assert found.mass[row] == pytest.approx(float(q[row][list(tokens)].sum()), rel=1e-12)
+        assert found.target_mass[row] == pytest.approx(theirs, rel=1e-12)
+        if tokens:
+            assert found.overlap[row] == pytest.approx(len(first & tokens) / len(tokens))
+            best = max(tokens, key=lambda t: sum(v for v, i in zip(values[row], ids[row], strict=True) if i == t))
+            assert found.agreement[row] == (int(q[row].argmax()) == best)
+        else:
+            assert found.overlap[row].isnan()
+            assert not found.agreement[row]
+    for kind in ("kl", "reverse_kl"):
+        loss = kullback.topk_divergence(padded, given, ids, kind, reduction="none", **options)
+        assert torch.equal(getattr(found, kind), loss)
+    alone = kullback.row_statistics(x, labels=labels, form=form)
+    assert torch.equal(found.entropy, alone.entropy)
+    assert torch.equal(found.label_rank, alone.label_rank)

@@ -9,10 +9,11 @@ from kullback.functional import (
     linear_row_statistics,
     row_statistics,
     topk_divergence,
+    topk_row_statistics,
 )
 from kullback.modules import DivergenceLoss, KLDivLoss, LinearDivergenceLoss
 from kullback.parallel import checking_ranks
-from kullback.statistics import RowStatistics
+from kullback.statistics import RowStatistics, TopKRowStatistics
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "LinearDivergenceLoss",
     "LossStatistics",
     "RowStatistics",
+    "TopKRowStatistics",
     "backend",
     "backend_info",
     "checking_ranks",
@@ -32,4 +34,5 @@ __all__ = [
     "linear_row_statistics",
     "row_statistics",
     "topk_divergence",
+    "topk_row_statistics",
 ]

@@ -18,7 +18,7 @@ from kullback.labels import of_masses
 from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
-from kullback.statistics import RowStatistics
+from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch
 from kullback.work import Operands
 
@@ -781,6 +781,108 @@ def row_statistics(
         return [statistics.as_logits(values[rows], form) for values, form in sides]
 
     return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, input.device, given, target is not None)
+
+
+@torch.no_grad()
+def topk_row_statistics(
+    input: Tensor,
+    target_values: Tensor,
+    target_indices: Tensor,
+    labels: Tensor | None = None,
+    *,
+    form: str = "logits",
+    target_form: str = "log_probs",
+    tail: str = "bucket",
+    temperature: float = 1.0,
+    target_temperature: float | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+) -> TopKRowStatistics:
+    """Figures of each row beside a teacher that is known at k tokens: masses there, overlap, both kl, entropy.
+
+    Nothing is differentiated.
+
+    Args:
+        input: the student's logits, log_probs or probs, `[..., vocab]`, floating point.
+        target_values: the teacher's entries, as of `topk_divergence`.
+        target_indices: their ids, as of `topk_divergence`.
+        labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype; -100 in a row that has none.
+        form: as of `topk_divergence`, like all that follow.
+        target_form: what the entries are.
+        tail: what they leave of 1.
+        temperature: of the student.
+        target_temperature: of the teacher.
+        logit_scale: of the student.
+        softcap: of the student.
+        valid_vocab: how many tokens count.
+
+    Returns:
+        A `TopKRowStatistics` of tensors `input.shape[:-1]`.
+
+    Raises:
+        TypeError, ValueError: as of `topk_divergence` and `row_statistics`.
+
+    Source: docs/mathematics.md.
+
+    >>> import torch, kullback
+    >>> student, teacher = torch.tensor([[2.0, 1.0, 0.0, 0.0]]), torch.tensor([[1.0, 0.0, 1.5, -1.0]])
+    >>> log_p, ids = teacher.log_softmax(-1).topk(2)
+    >>> found = kullback.topk_row_statistics(student, log_p, ids)
+    >>> found.mass, found.target_mass, found.overlap, found.agreement
+    (tensor([0.6929]), tensor([0.8403]), tensor([0.5000]), tensor([False]))
+    """
+    of_rows = row_statistics(
+        input,
+        labels=labels,
+        form=form,
+        temperature=temperature,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        valid_vocab=valid_vocab,
+    )
+    forward, backward = (
+        topk_divergence(
+            input,
+            target_values,
+            target_indices,
+            kind,
+            form=form,
+            target_form=target_form,
+            tail=tail,
+            temperature=temperature,
+            target_temperature=target_temperature,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            valid_vocab=valid_vocab,
+            reduction="none",
+        )
+        for kind in ("kl", "reverse_kl")
+    )
+    counts = input[..., : valid_vocab or input.size(-1)]
+    plain = checks.problem({}, "kl", form=form, target_form="logits")
+    entries = topk.entries_of(target_form, "zero", form, counts.size(-1))
+    teacher, target = topk.teacher(plain, target_values, target_indices, entries, None)
+    problem = checks.problem(
+        {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
+    )
+    gathered = topk.gather(problem, rows_of(counts), rows_of(teacher.ids), has_tail=True)
+    if form != "probs":
+        gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
+    first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
+    return TopKRowStatistics(
+        kl=forward,
+        reverse_kl=backward,
+        mass=gathered[:, :-1].sum(-1).view(input.shape[:-1]),
+        target_mass=target[..., :-1].exp().sum(-1),
+        overlap=statistics.overlap(counts, teacher.ids),
+        entropy=of_rows.entropy,
+        lse=of_rows.lse,
+        top_token=of_rows.top_token,
+        agreement=of_rows.top_token == first,
+        label_log_prob=of_rows.label_log_prob,
+        label_rank=of_rows.label_rank,
+    )
 
 
 @torch.no_grad()

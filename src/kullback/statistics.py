@@ -45,6 +45,32 @@ class RowStatistics(NamedTuple):
     target_label_rank: Tensor | None
 
 
+class TopKRowStatistics(NamedTuple):
+    """Figures of rows beside a teacher that is known at k of their tokens, `input.shape[:-1]` each, in nats."""
+
+    kl: Tensor  # with the tail as it was asked for
+    reverse_kl: Tensor
+    mass: Tensor  # of the input at the teacher's tokens
+    target_mass: Tensor  # of the teacher's entries as they are
+    overlap: Tensor  # which share of the teacher's tokens are among as many first ones of the input; NaN without any
+    entropy: Tensor  # of the input
+    lse: Tensor
+    top_token: Tensor  # int64
+    agreement: Tensor  # bool: whether it is the first of the teacher's
+    label_log_prob: Tensor | None
+    label_rank: Tensor | None
+
+
+def overlap(input: Tensor, ids: Tensor) -> Tensor:
+    """Which share of the ids, [..., k] and distinct or -1, are among as many of the row's largest elements."""
+    count = (ids >= 0).sum(-1)
+    places = torch.arange(ids.size(-1), device=ids.device)
+    own = input.topk(min(ids.size(-1), input.size(-1))).indices
+    own = torch.where(places[: own.size(-1)] < count.unsqueeze(-1), own, -2).sort(-1).values
+    found = torch.searchsorted(own, ids.contiguous()).clamp(max=own.size(-1) - 1)
+    return (own.gather(-1, found) == ids).sum(-1) / count
+
+
 def of_rows(
     problem: Problem,
     logits_of: Callable[[slice], Sequence[Tensor]],
