@@ -50,4 +50,10 @@ def test_what_the_sanitizer_watches():
     script = Path(__file__).with_name("sanitize.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["logits", "literal", "topk", "linear"]
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "logits",
+        "labels",
+        "literal",
+        "topk",
+        "linear",
+    ]
