@@ -524,6 +524,11 @@ def test_a_cut_base_file(tmp_path):
     )
     (tmp_path / "header.kld").write_bytes(whole[: start - 1])
     assert run(tmp_path / "header.kld", tmp_path / "header.kld").exit_code == 3
+    (tmp_path / "first.kld").write_bytes(whole[: start + width - 1])
+    for pair in (("first.kld", "cut.kld"), ("cut.kld", "first.kld")):
+        result = run(*(tmp_path / name for name in pair))
+        assert result.exit_code == 3
+        assert "first.kld has no whole row" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("how", ["cut", "missing"])

@@ -361,3 +361,30 @@ def test_modules_take_labels(generator):
     linear = kullback.LinearDivergenceLoss("kl", label_weight=0.5)
     expected = kullback.linear_divergence(hidden, head, y, labels=labels, label_weight=0.5)
     assert linear(hidden, head, y, labels=labels) == expected
+
+
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+def test_masses_without_a_target_and_rows_that_do_not_count(form, backend, device, generator):
+    """Smoothed or not; NaN in a row of weight 0 reaches no gradient."""
+    x = sample(form, (3, 9), generator, torch.float64)
+    labels = torch.tensor([0, -100, 5])
+    for smoothing in (0.0, 0.2) if backend != "c" else (0.0,):
+        leaf = x.clone().requires_grad_()
+        log_q = leaf if form == "log_probs" else leaf.log()
+        own = log_q.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        truth = -torch.where(labels < 0, 0.0, (1 - smoothing) * own + smoothing * log_q.mean(-1)).sum()
+        ours = x.to(device, copy=True).requires_grad_()
+        options = {"form": form, "label_smoothing": smoothing, "reduction": "sum"}
+        loss = kullback.divergence(ours, None, labels=labels.to(device), **options)
+        assert relative_error(loss, truth) < 1e-6
+        assert relative_error(torch.autograd.grad(loss, ours)[0].cpu(), torch.autograd.grad(truth, leaf)[0]) < 1e-6
+        ours = x.to(device, copy=True)
+        ours[2] = torch.nan
+        ours.requires_grad_()
+        weight = torch.tensor([1, 1, 0], device=device)
+        loss = kullback.divergence(
+            ours, x.to(device), target_form=form, labels=labels.to(device), row_weight=weight, **options
+        )
+        gradient = torch.autograd.grad(loss, ours)[0]
+        assert gradient.isfinite().all()
+        assert gradient[2].count_nonzero() == 0

@@ -229,3 +229,23 @@ def test_beside_a_teacher_known_at_some_tokens(form, target_form, generator):
     alone = kullback.row_statistics(x, labels=labels, form=form)
     assert torch.equal(found.entropy, alone.entropy)
     assert torch.equal(found.label_rank, alone.label_rank)
+
+
+def test_capped_16_bit_logits_keep_their_digits(generator):
+    x, y = (sample("logits", (4, 300), generator, torch.bfloat16) for _ in range(2))
+    labels = torch.tensor([0, 7, 299, -100])
+    cap = lambda t: 5 * torch.tanh(t.double() / 5)
+    found = kullback.row_statistics(x, y, labels, softcap=5.0, target_softcap=5.0)
+    check(found, definitions(cap(x), cap(y), labels), 1e-5)
+
+
+def test_rows_whose_elements_lie_apart(backend, generator):
+    """Every second element of longer rows, and a transposed tensor: the others may be anything."""
+    x = torch.full((2, 8), torch.nan)
+    x[:, ::2] = sample("logits", (2, 4), generator, torch.float32)
+    values, ids = torch.full((2, 2), 0.4).log(), torch.tensor([[1, 3], [0, 2]])
+    expected = kullback.topk_row_statistics(x[:, ::2].contiguous(), values, ids)
+    for strided in (x[:, ::2], x[:, ::2].T.contiguous().T):
+        found = kullback.topk_row_statistics(strided, values, ids)
+        for name, ours, theirs in zip(found._fields, found, expected, strict=True):
+            assert (ours is theirs is None) or torch.equal(ours, theirs), name

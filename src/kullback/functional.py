@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from kullback import backends, checks, collecting, linear, parallel, sharded, statistics, topk
-from kullback.autograd import weighted
 from kullback.divergences import Kind
 from kullback.forms import FORMS
-from kullback.labels import of_masses
+from kullback.labels import weighted_of_masses
 from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch
-from kullback.work import Operands
+from kullback.work import Operands, as_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -275,7 +274,7 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            ours = ours + weighted(of_masses(weights, input, form, labels, tokens), reduced.row_weight)
+            ours = ours + weighted_of_masses(weights, input, form, labels, tokens, reduced.row_weight)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:
@@ -293,10 +292,11 @@ def _without_target(
     **options: Any,
 ) -> Tensor:
     """The cross-entropy of labels: the kl of a teacher that is known at one token, and sure of it."""
-    if label_smoothing and labels is not None:  # of a target that is the input nothing is lost
+    if label_smoothing and labels is not None:  # of a target that is the input nothing is lost, nor differentiated
         return divergence(
             input,
             input.detach(),
+            "total_variation",
             form=form,
             labels=labels,
             label_weight=label_weight,
@@ -627,7 +627,10 @@ def linear_divergence(
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     weights = checks.weights(labels is not None, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
     if label_smoothing and (is_topk or group is not None):
-        raise ValueError("label_smoothing is of a whole target, whose vocabulary no ranks share")
+        raise ValueError(
+            "label_smoothing needs a target that is given whole, of a vocabulary that no ranks share; "
+            f"got {label_smoothing}"
+        )
     labels = None if labels is None else checks.labels(labels, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
@@ -866,7 +869,7 @@ def topk_row_statistics(
     problem = checks.problem(
         {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
     )
-    gathered = topk.gather(problem, rows_of(counts), rows_of(teacher.ids), has_tail=True)
+    gathered = topk.gather(problem, as_rows(counts), rows_of(teacher.ids), has_tail=True)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
     first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)

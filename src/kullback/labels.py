@@ -48,17 +48,25 @@ def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
     return torch.where(labels == IGNORED, IGNORED, torch.where((here >= 0) & (here < width), here, -1))
 
 
-def of_masses(weights: Weights, input: Tensor, form: str, labels: Tensor, tokens: int) -> Tensor:
-    """Of rows of probabilities or their logarithms, taken as they are: what labels add to losses, differentiable."""
+def weighted_of_masses(
+    weights: Weights, input: Tensor, form: str, labels: Tensor, tokens: int, row_weight: Tensor | None
+) -> Tensor:
+    """Of rows of probabilities or their logarithms, taken as they are: what labels add to losses, differentiable.
+
+    A row of weight 0 is not read: 0 times its derivative may be NaN.
+    """
     has_label = counts(labels, labels)
+    if row_weight is not None:
+        has_label = has_label & (row_weight != 0)
     own = input.gather(-1, torch.where(has_label, labels, 0).unsqueeze(-1)).squeeze(-1)
     own = torch.where(has_label, own.to(kept_dtype(own.dtype)), 1.0)
     log_q = own.log() if form == "probs" else own
     if weights.smoothing:
-        values = input[..., :tokens].to(own.dtype)
+        values = torch.where(has_label.unsqueeze(-1), input[..., :tokens].to(own.dtype), 1.0)
         mean = (values.log() if form == "probs" else values).mean(-1)
-        log_q = (1 - weights.smoothing) * log_q + weights.smoothing * torch.where(has_label, mean, 0.0)
-    return torch.where(has_label, -weights.label * log_q, 0.0)
+        log_q = (1 - weights.smoothing) * log_q + weights.smoothing * mean
+    loss = torch.where(has_label, -weights.label * log_q, 0.0)
+    return loss if row_weight is None else loss * row_weight
 
 
 def shifted(problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kullback import backends
 from kullback.backends import pytorch
-from kullback.backends.pytorch.piece import capped, inverse_temperature
+from kullback.backends.pytorch.piece import capped, compute_dtype, inverse_temperature
 from kullback.divergences import DIVERGENCES
 from kullback.problem import IGNORED, Problem, Side, accumulator
 from kullback.work import Operands, Rows
@@ -104,7 +104,7 @@ def _of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has
         found |= _of_tokens("target_", other, y, target_lse, labels)
         are_numbers = ~(lse + target_lse).isnan()
         found["agreement"] = are_numbers & (found["top_token"] == found["target_top_token"])
-        top = capped(y.gather(-1, found["target_top_token"].unsqueeze(-1)).squeeze(-1), other.softcap)
+        top = _capped(y.gather(-1, found["target_top_token"].unsqueeze(-1)).squeeze(-1), other)
         found["target_top_probability"] = (_scaled(top, other, target_lse) - target_lse).exp()
     numbers = map(found.get, RowStatistics._fields)
     return RowStatistics(*(n.to(dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def _of_kind(problem: Problem, kind: str) -> Problem:
 
 def _of_tokens(name: str, side: Side, logits: Tensor, lse: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     """One side's first token, and what its label is to it."""
-    values = capped(logits, side.softcap)  # ranks by logits: masses underflow
+    values = _capped(logits, side)  # ranks by logits: masses underflow
     found = {f"{name}top_token": values.argmax(-1)}
     if labels is not None:
         counts = labels != IGNORED
@@ -136,6 +136,10 @@ def _of_tokens(name: str, side: Side, logits: Tensor, lse: Tensor, labels: Tenso
         found[f"{name}label_log_prob"] = torch.where(counts, log_prob, torch.nan)
         found[f"{name}label_rank"] = torch.where(counts & ~lse.isnan(), rank, -1)
     return found
+
+
+def _capped(logits: Tensor, side: Side) -> Tensor:
+    return capped(logits.to(compute_dtype(logits, logits)), side.softcap) if side.softcap else logits
 
 
 def _scaled(logits: Tensor, side: Side, lse: Tensor) -> Tensor:

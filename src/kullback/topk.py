@@ -417,8 +417,8 @@ def mixed_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tens
         if labels is None:
             return rows
         tokens = problem.vocab or input.size(-1)
-        more = of_labels.of_masses(problem.weights, input, problem.input.form, labels, tokens)
-        return rows + weighted(more, row_weight)
+        form = problem.input.form
+        return rows + of_labels.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
     wide = with_labels(teacher.ids, labels)
     gathered: Tensor = GatherRows.apply(input, wide, problem, True)
     if row_weight is not None:

@@ -159,6 +159,9 @@ def compare(
     try:
         sources = [runs.open_source(path) for path in (reference, *candidates)]
         second = None if floor is None else runs.open_source(floor)
+        for source in (*sources, *([] if second is None else [second])):
+            if not source.rows:
+                raise runs.MismatchError(f"{source.path} has no whole row: it is cut, or its recording has only begun")
         names = comparison_module.names_of(candidates)
         planned = comparison_module.plan(sources[0], sources[1:], names, score, valid_vocab, bool(compat), second)
     except runs.MismatchError as error:

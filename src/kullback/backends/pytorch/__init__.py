@@ -196,9 +196,10 @@ def label_logits(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     side = problem.input
     if not x.size(1):
         return x.new_zeros(x.size(0), dtype=accumulator(x))
-    own = x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(accumulator(x))
+    # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.
+    own = capped(x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(compute_dtype(x, x)), side.softcap)
     scale = inverse_temperature(side, x.dtype == torch.float64)
-    return torch.where(labels < 0, 0.0, capped(own, side.softcap) * scale)
+    return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 
 
 def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
