@@ -66,6 +66,7 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
         assert relative_error(ours, theirs) < 1e-6
         hold(collected, rows.x, labels, counts=weight != 0)
         assert collected[0].entropy[weight == 0].count_nonzero() == 0
+        assert collected[0].label_log_prob[weight == 0].isnan().all()
 
 
 @pytest.mark.parametrize("backend", ["emulated"], indirect=True)

@@ -508,6 +508,21 @@ def floats_of(path, name):
 # How it ends
 
 
+def test_what_would_be_written_over_or_is_no_token_is_refused(tmp_path):
+    logits = torch.randn(3, 4, 20)
+    save_torch({"logits": logits}, tmp_path / "a.safetensors")
+    save_torch({"logits": logits, "labels": torch.full((12,), 25)}, tmp_path / "b.safetensors")
+    before = (tmp_path / "a.safetensors").read_bytes()
+    for option in ("--json", "--rows"):
+        result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors", option, tmp_path / "a.safetensors")
+        assert result.exit_code == 2
+        assert "it would be written over" in " ".join(result.output.split())
+    assert (tmp_path / "a.safetensors").read_bytes() == before
+    result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert result.exit_code == 3
+    assert "must lie from 0 to 19; got 25" in " ".join(result.output.split())
+
+
 def test_a_cut_base_file(tmp_path):
     """In the middle of row 50: the 49 before it count, as in a file that ends there."""
     width = 2 * (2 * ((87 + 1) // 2) + 4)

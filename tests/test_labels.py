@@ -212,6 +212,10 @@ def test_a_masked_label_costs_infinitely_much(backend, device):
         x.to(device), y.to(device), labels=torch.tensor([7, 7], device=device), reduction="none"
     )
     assert losses.isinf().tolist() == [True, False]
+    alone = kullback.divergence(
+        x.to(device), None, labels=torch.tensor([7, 7], device=device), label_weight=0.0, z_weight=0.1
+    )
+    assert alone.isfinite()
 
 
 def test_smoothing(backend, device, generator):
@@ -237,6 +241,8 @@ def test_smoothing(backend, device, generator):
     assert relative_error(loss, truth) < 1e-6
     (mine,) = torch.autograd.grad(loss, ours)
     assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+    capped = {"softcap": 1.0, "labels": torch.full_like(labels, -100).to(device)}
+    assert kullback.divergence(ours, None, **capped, label_smoothing=0.2) == 0
     alone = kullback.divergence(ours, None, labels=labels.to(device), label_smoothing=0.2, reduction="sum")
     truth = F.cross_entropy(leaf, labels, reduction="sum", label_smoothing=0.2)
     assert relative_error(alone, truth) < 1e-6
@@ -291,6 +297,9 @@ def test_compiled(generator):
         ({"label_smoothing": 0.5}, ValueError, "label_smoothing goes with labels; got 0.5 and none"),
         ({"labels": torch.tensor([0, 1]), "label_smoothing": 1.0}, ValueError, "label_smoothing must lie from 0 to"),
         ({"z_weight": math.nan}, ValueError, "z_weight must be finite"),
+        ({"divergence_weight": 1e-30}, ValueError, "divergence_weight must be 0, or from 1e-18"),
+        ({"labels": torch.tensor([0, 1]), "divergence_weight": 0, "inplace": True}, ValueError, "inplace=True needs"),
+        ({"labels": torch.tensor([0, 1]), "divergence_weight": 0, "kind": "nope"}, ValueError, "kind must be one of"),
         ({"z_weight": 0.1, "form": "probs"}, ValueError, "z_weight is of a log-sum-exp of logits, and form 'probs'"),
         ({"divergence_weight": 0}, ValueError, "target or labels must be given"),
     ],

@@ -345,6 +345,9 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {labels[~right][0].item()}")
 
 
+LEAST_WEIGHT = 1e-18  # in size: the others are divided by it, in float32
+
+
 def weights(
     has_labels: bool,
     form: str,
@@ -363,6 +366,15 @@ def weights(
     for name, value in given.items():
         if not -LARGEST < number(name, value) < LARGEST:
             raise ValueError(f"{name} must be finite; got {value}")
+    if divergence_weight and not LEAST_WEIGHT <= abs(divergence_weight) <= 1 / LEAST_WEIGHT:
+        raise ValueError(
+            f"divergence_weight must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT} in size; "
+            f"got {divergence_weight}"
+        )
+    if abs(label_weight) > 1 / LEAST_WEIGHT or abs(z_weight) > 1 / LEAST_WEIGHT:
+        raise ValueError(
+            f"label_weight and z_weight must be at most {1 / LEAST_WEIGHT} in size; got {label_weight} and {z_weight}"
+        )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must lie from 0 to less than 1; got {label_smoothing}")
     if not has_labels:

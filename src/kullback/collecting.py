@@ -27,7 +27,7 @@ class LossStatistics(NamedTuple):
 
     lse: Tensor  # log-sum-exp; 0 in a row of weight 0, which is not read, and so is the entropy
     entropy: Tensor
-    label_log_prob: Tensor | None  # log q of the label; NaN in a row without one; None without labels
+    label_log_prob: Tensor | None  # log q of the label; NaN in a row without one, or of weight 0; None without labels
 
 
 _collected: ContextVar[list[LossStatistics] | None] = ContextVar("kullback collected statistics", default=None)
@@ -91,6 +91,8 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     logit = None
     if labels is not None:
         logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows))
+        if operands.row_weight is not None:
+            logit = logit.masked_fill(row_vector(operands.row_weight, rows) == 0, torch.nan)
     return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)
 
 

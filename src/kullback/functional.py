@@ -216,6 +216,9 @@ def divergence(
     tensor(0.4015)
     """
     if target is None or divergence_weight == 0:
+        if inplace:
+            raise ValueError("inplace=True needs a target, and a divergence_weight other than 0")
+        checks.problem(params, kind, form=form)
         return _without_target(
             *(input, labels, form, label_weight, z_weight, label_smoothing),
             temperature=temperature,
@@ -302,11 +305,12 @@ def _without_target(
             label_weight=label_weight,
             z_weight=z_weight,
             label_smoothing=label_smoothing,
+            target_softcap=options.get("softcap"),
             **options,
         )
     return topk_divergence(
         input,
-        *_sure_of(labels, input),
+        *_sure_of(labels, input, label_weight),
         form=form,
         tail="zero",
         labels=labels,
@@ -317,13 +321,14 @@ def _without_target(
     )
 
 
-def _sure_of(labels: Tensor | None, input: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of that teacher."""
+def _sure_of(labels: Tensor | None, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
+    """The entries of that teacher; none where labels have no weight, times which one may be infinite."""
     checks.check_tensor("input", input)
     if labels is None:
         raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
     ids = checks.labels(labels, input).unsqueeze(-1)
-    return torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), torch.where(ids == IGNORED, -1, ids)
+    ids = torch.where(ids == IGNORED, -1, ids) if label_weight else torch.full_like(ids, -1)
+    return torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), ids
 
 
 def topk_divergence(
@@ -590,7 +595,7 @@ def linear_divergence(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
     if target is None or divergence_weight == 0:  # the kl of a teacher that is known at one token, and sure of it
-        target, target_indices = _sure_of(labels, input)
+        target, target_indices = _sure_of(labels, input, label_weight)
         target_weight = target_bias = target_logit_scale = target_softcap = None
         kind, target_form, tail, target_temperature, params = "kl", "log_probs", "zero", 1.0, {}
         divergence_weight, label_weight = label_weight, 0.0

@@ -154,6 +154,12 @@ def compare(
         ("--rows", rows_path, (".safetensors",)),
     ):
         writable(option, path, suffixes)
+    written = [path.resolve() for path in (json_path, markdown, html_path, rows_path) if path is not None]
+    read = [path.resolve() for path in (reference, *candidates, *([] if floor is None else [floor]))]
+    for path in written:
+        if path in read or written.count(path) > 1:
+            use = "is read too" if path in read else "is named for two outputs"
+            raise typer.BadParameter(f"{path} {use}: it would be written over", param_hint="an output")
     _need(["safetensors"] if rows_path else [], "compare")
     rank, world = _ranks()
     try:

@@ -88,7 +88,8 @@ def entries(path: Path) -> dict[str, Entry]:
 
 def tensor(path: Path, name: str, entry: Entry) -> Tensor:
     """A whole tensor, of a file that has to be whole."""
-    assert entry.dtype is not None
+    if entry.dtype is None:
+        raise MismatchError(f"{path}: {name} must be of int32, int64, or a floating dtype of 16 bits or more")
     count = math.prod(entry.shape)
     table = Table(path, entry.offset, entry.dtype, 1, count)
     if table.whole < count:
@@ -234,13 +235,25 @@ class Recording:
         self.rounded = dtype if what == "logits" and dtype.itemsize == 2 else None
 
     def _tables(self, what: str) -> Iterator[Table]:
+        first = 0
         for name in shard_names(self.about["shards"]):
-            if not (self.path / name).exists():
+            path = self.path / name
+            if not path.exists():
                 return
-            entry = entries(self.path / name).get(what)
-            if entry is None:
-                raise MismatchError(f"{self.path / name} has no tensor {what}")
-            yield rows_of(self.path / name, what, entry)
+            held = entries(path)
+            if what not in held:
+                raise MismatchError(f"{path} has no tensor {what}")
+            table = rows_of(path, what, held[what])
+            if "first_row" in held and table.whole == table.rows:
+                begins = int(tensor(path, "first_row", held["first_row"]).reshape(-1)[0])
+                if begins != first:
+                    raise MismatchError(f"{path} begins with row {begins}, and the shards before it have {first} rows")
+            first += table.rows
+            yield table
+        if first != len(self.layout.window):
+            raise MismatchError(
+                f"{self.path}: its shards have {first} rows, and its tokens make {len(self.layout.window)}"
+            )
 
     def _head(self) -> Head:
         path = self.path / self.about["head"]["file"]
@@ -329,6 +342,11 @@ class LogitsFile:
                     f"{self.path}: {name} has {given[name].numel()} ids, and logits have {len(into)} rows"
                 )
         label = given["labels"].long().reshape(-1) if "labels" in given else label
+        wrong = label[(label != IGNORED) & ((label < 0) | (label >= self.vocab))]
+        if len(wrong):
+            raise MismatchError(
+                f"{self.path}: labels and tokens must lie from 0 to {self.vocab - 1}; got {wrong[0].item()}"
+            )
         block = given["block"].long().reshape(-1) if "block" in given else window
         group = given["group"].long().reshape(-1) if "group" in given else None
         names = [] if group is None else [str(i) for i in range(int(group.max()) + 1)]
