@@ -345,6 +345,15 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {labels[~right][0].item()}")
 
 
+def labels_of(given: Tensor | None, input: Tensor, vocab: int) -> Tensor | None:
+    """Labels where there are any, checked to be tokens of so many."""
+    if given is None:
+        return None
+    checked = labels(given, input)
+    check_tokens(checked, vocab)
+    return checked
+
+
 LEAST_WEIGHT = 1e-18  # in size: the others are divided by it, in float32
 
 

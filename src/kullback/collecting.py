@@ -112,15 +112,18 @@ def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels < 0, torch.nan, whole)
 
 
-def figures_of(problem: Problem, x: Tensor) -> Tensor:
-    """[2, rows]: of rows [rows, vocab] that no loss reads whole."""
+def figures_of(problem: Problem, x: Tensor, row_weight: Tensor | None) -> Tensor:
+    """[2, rows]: of rows [rows, vocab] that no loss reads whole; 0 where they do not count."""
     side, group = problem.input, problem.shard.group
     values = capped(x.to(accumulator(x)), side.softcap) / side.temperature
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
         lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
     of_rows = entropy(problem, x, lse)
-    return torch.stack([lse, parallel.all_gather(of_rows, parallel.resolved(group)).sum(0) if group else of_rows])
+    if group:
+        of_rows = parallel.all_gather(of_rows, parallel.resolved(group)).sum(0)
+    figures = torch.stack([lse, of_rows])
+    return figures if row_weight is None else figures.masked_fill(row_weight == 0, 0)
 
 
 @contextlib.contextmanager
@@ -129,9 +132,8 @@ def apart(problem: Problem, operands: Operands) -> Iterator[None]:
     begun = begin(problem, operands)
     if begun is not None:
         x = problem.narrow(as_rows(operands.input.detach()))
-        begun.figures.copy_(figures_of(problem, x))
-        if operands.row_weight is not None:
-            begun.figures.masked_fill_(row_vector(operands.row_weight, x.size(0)) == 0, 0)
+        weight = None if operands.row_weight is None else row_vector(operands.row_weight, x.size(0))
+        begun.figures.copy_(figures_of(problem, x, weight))
         end([begun])
     token = _collected.set(None)
     try:

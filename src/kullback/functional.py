@@ -450,9 +450,7 @@ def topk_divergence(
     shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight)
-    if labels is not None:
-        labels = checks.labels(labels, input)
-        checks.check_tokens(labels, tokens)
+    labels = checks.labels_of(labels, input, tokens)
     problem = checks.problem(
         params,
         kind,
@@ -780,9 +778,7 @@ def row_statistics(
     tokens = vocab or input.size(-1)
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
-    given = None if labels is None else checks.labels(labels, input)
-    if given is not None:
-        checks.check_tokens(given, tokens)
+    given = checks.labels_of(labels, input, tokens)
     sides = [(rows_of(problem.narrow(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
 
     def logits_of(rows: slice) -> list[Tensor]:
@@ -957,9 +953,7 @@ def linear_row_statistics(
             )
         models.append((rows_of(other[0]), *other[1:]))
     vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
-    given = None if labels is None else checks.labels(labels, input)
-    if given is not None:
-        checks.check_tokens(given, vocab)
+    given = checks.labels_of(labels, input, vocab)
     heads = [(side, first(head, vocab), None if b is None else first(b, vocab)) for side, head, b in models]
     problem = checks.problem(
         {},

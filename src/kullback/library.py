@@ -71,6 +71,16 @@ def gradient_like(tensor: Tensor, problem: Problem, inplace: bool = False) -> Te
     return gradient
 
 
+def _run(work: Rows) -> None:
+    """A loss of rows, and its statistics where somebody collects them."""
+    begun = collecting.begin(work.problem, work.operands)
+    if begun is None:
+        parallel.run(work)
+        return
+    parallel.run(work._replace(figures=begun.figures))
+    collecting.end([begun])
+
+
 def sum_losses(
     problem: Problem,
     operands: Operands,
@@ -83,11 +93,7 @@ def sum_losses(
     total = operands.input.new_empty_strided((), (), dtype=dtype)  # half of new_empty's time
     d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
-    begun = collecting.begin(problem, operands)
-    figures = None if begun is None else begun.figures
-    parallel.run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target, figures))
-    if begun is not None:
-        collecting.end([begun])
+    _run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))
     return total, d_input, d_target
 
 
@@ -96,11 +102,7 @@ def row_losses(problem: Problem, operands: Operands, dtype: torch.dtype) -> tupl
     shape = operands.input.shape[:-1]
     loss = operands.input.new_empty(math.prod(shape), dtype=dtype)
     state = packed(loss.size(0), state_fields(problem), loss)
-    begun = collecting.begin(problem, operands)
-    figures = None if begun is None else begun.figures
-    parallel.run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None, figures=figures))
-    if begun is not None:
-        collecting.end([begun])
+    _run(Rows(problem, operands, loss=loss, found=state if state.size(0) else None))
     return loss.view(shape), state
 
 

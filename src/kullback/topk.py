@@ -132,9 +132,7 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     """
     problem, x = work.problem, work.input
     if work.figures is not None:
-        work.figures.copy_(collecting.figures_of(problem, x))
-        if work.row_weight is not None:
-            work.figures.masked_fill_(work.row_weight == 0, 0)
+        work.figures.copy_(collecting.figures_of(problem, x, work.row_weight))
         work = work._replace(figures=None)
     if problem.is_mixed:
         ids, gathered, d_gathered = _run_mixed(work, ids, negligible)
@@ -183,7 +181,7 @@ def _run_mixed(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tens
     if losses is not None:
         logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1) + offset
         more = of_labels.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, logit)
-        losses = losses * weights.divergence + weighted(upstream, more)
+        losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)
         if work.total is not None:
