@@ -46,6 +46,8 @@ def partials(kind: str, p: mpf, q: mpf, a: float) -> tuple[mpf, mpf, mpf]:
             return over(q, p), -q, over(q, p) + q
         case "jeffreys":
             return over(p, q) + over(q, p), over(p, q) + p - q, over(q, p) + q - p
+        case "mixed_kl":
+            return a * over(p, q) + b * over(q, p), a * (over(p, q) + p) - b * q, b * (over(q, p) + q) - a * p
         case "jensen_shannon":
             return a * over(p, m) + b * over(q, m), a * over(p, m), b * over(q, m)
         case "skew_kl":

@@ -39,6 +39,10 @@ BETA, SKEW, ALPHA, RENYI = (
 )
 
 
+def mixed_kl(p, q, b):
+    return b * (p * log(p / q) + q - p) + (1 - b) * (q * log(q / p) + p - q)
+
+
 def jensen_shannon(p, q, b):
     m = b * p + (1 - b) * q
     return b * p * log(p / m) + (1 - b) * q * log(q / m)
@@ -52,6 +56,7 @@ FACTS = {
     "kl": Facts(0.0, INF, centred=lambda p, q: p * log(p / q) + q - p),
     "reverse_kl": Facts(INF, 0.0, centred=lambda p, q: q * log(q / p) + p - q),
     "jeffreys": Facts(INF, INF, is_symmetric=True, centred=lambda p, q: (p - q) * log(p / q)),
+    "mixed_kl": Facts(INF, INF, centred=mixed_kl),
     "jensen_shannon": Facts(
         -(1 - BETA) * 0.5 * math.log(1 - BETA), -BETA * 0.5 * math.log(BETA), centred=jensen_shannon
     ),

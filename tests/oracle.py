@@ -9,6 +9,7 @@ FORMS = ("probs", "log_probs", "logits")
 
 # Each kind's parameter, none of them the default
 PARAMETERS = {
+    "mixed_kl": {"beta": 0.3},
     "jensen_shannon": {"beta": 0.3},
     "skew_kl": {"alpha": 0.2},
     "alpha": {"alpha": 0.7},
@@ -52,6 +53,7 @@ TEXTBOOK = {
     "kl": relative_entropy,
     "reverse_kl": lambda p, q: relative_entropy(q, p),
     "jeffreys": lambda p, q: relative_entropy(p, q) + relative_entropy(q, p),
+    "mixed_kl": lambda p, q, beta: beta * relative_entropy(p, q) + (1 - beta) * relative_entropy(q, p),
     "jensen_shannon": jensen_shannon,
     "skew_kl": lambda p, q, alpha: relative_entropy(p, alpha * p + (1 - alpha) * q),
     "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,

@@ -159,16 +159,30 @@ def jeffreys(x: Pair) -> Element:
 
 
 LEAST_SHARE = 1.2e-38  # of a mixture: less of a mass may be nothing
+SHARE = Parameter(
+    "beta",
+    0.5,
+    "between 0 and 1, and not so near that float32 takes it for either",
+    lambda beta: LEAST_SHARE < beta < 1 - 3e-8,
+)
+
+
+def _mixed_of(m: Moments, beta: Value) -> Element:
+    forward, reverse = beta * m.p_log_ratio, -((1.0 - beta) * m.q_log_ratio)
+    return Element(forward + reverse, forward, reverse)
+
+
+@partial(Divergence, parameter=SHARE, moments=_mixed_of)
+def mixed_kl(x: Pair, beta: Value) -> Element:
+    """b·KL(p‖q) + (1-b)·KL(q‖p)"""
+    forward, reverse, other = kl(x), reverse_kl(x), 1.0 - beta
+    sums = (beta * f + other * r for f, r in zip(forward[:3], reverse[:3], strict=True))
+    return Element(*sums)
 
 
 @partial(
     Divergence,
-    parameter=Parameter(
-        "beta",
-        0.5,
-        "between 0 and 1, and not so near that float32 takes it for either",
-        lambda beta: LEAST_SHARE < beta < 1 - 3e-8,
-    ),
+    parameter=SHARE,
     reverse_kl_factor=3.0,  # never more than 2.8 where b is 1/2, so that exchanging p and q changes no row's mode
     least_mean_slope=0.0,  # Σ d_log_q is (1-b)·KL(q‖m)
 )
@@ -348,6 +362,7 @@ DIVERGENCES = {
         kl,
         reverse_kl,
         jeffreys,
+        mixed_kl,
         jensen_shannon,
         skew_kl,
         total_variation,
@@ -363,6 +378,7 @@ Kind: TypeAlias = Literal[
     "kl",
     "reverse_kl",
     "jeffreys",
+    "mixed_kl",
     "jensen_shannon",
     "skew_kl",
     "total_variation",

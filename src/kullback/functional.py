@@ -135,6 +135,7 @@ def divergence(
     | kl              | Σ p log(p/q)                                 |           |
     | reverse_kl      | Σ q log(q/p)                                 |           |
     | jeffreys        | Σ (p - q) log(p/q)                           |           |
+    | mixed_kl        | b·KL(p‖q) + (1-b)·KL(q‖p)                    | beta=0.5  |
     | jensen_shannon  | b·KL(p‖m) + (1-b)·KL(q‖m), m = b·p + (1-b)·q | beta=0.5  |
     | skew_kl         | KL(p ‖ a·p + (1-a)·q)                        | alpha=0.1 |
     | total_variation | ½ Σ abs(p - q)                               |           |

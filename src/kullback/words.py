@@ -23,6 +23,7 @@ KINDS = {
     **dict.fromkeys(("js", "jsd", "gjs", "generalized_jsd", "jeffreys_shannon"), "jensen_shannon"),
     **dict.fromkeys(("tv", "tvd", "l1"), "total_variation"),
     **dict.fromkeys(("symmetric_kl", "skl", "j_divergence"), "jeffreys"),
+    **dict.fromkeys(("mixed", "kl_mix", "weighted_jeffreys", "bidirectional_kl"), "mixed_kl"),
     **dict.fromkeys(("skew_jsd", "skl_alpha", "alpha_skew"), "skew_kl"),
     **dict.fromkeys(("chi_squared", "chi_square", "pearson", "chisquare"), "chi2"),
 }
