@@ -104,7 +104,10 @@ def test_says_what_is_wrong(call, error, words):
         (lambda: kullback.topk_divergence(X, X, X.long(), label_smoothing=0.1), "'label_smoothing': .* whole target"),
         (lambda: kullback.topk_divergence(X, X, X.long(), T=2.0), "'T': temperature divides logits"),
         (lambda: kullback.DivergenceLoss(ignore_index=-100), "'ignore_index': .*row_weight"),
-        (lambda: kullback.divergence(X, X, beta=0.5), "'kl' has no parameter 'beta'; .*beta is of mixed_kl, jensen_shannon"),
+        (
+            lambda: kullback.divergence(X, X, beta=0.5),
+            "'kl' has no parameter 'beta'; .*beta is of mixed_kl, jensen_shannon",
+        ),
         (lambda: kullback.divergence(X, X, "rkl"), "did you mean 'reverse_kl'"),
         (lambda: kullback.divergence(X, X, "Reverse-KL"), "did you mean 'reverse_kl'"),
         (lambda: kullback.divergence(X, X, "fkl"), "did you mean 'kl'"),

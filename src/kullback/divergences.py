@@ -373,6 +373,9 @@ DIVERGENCES = {
     )
 }
 
+# Those that `row_statistics` tells of, with the defaults of their parameters
+DESCRIBED = tuple(kind.name for kind in (kl, reverse_kl, jensen_shannon, total_variation))
+
 # The names of DIVERGENCES, for editors to complete. Functions take `Kind | str`: a name from a configuration is a str.
 Kind: TypeAlias = Literal[
     "kl",

@@ -780,12 +780,12 @@ def row_statistics(
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
     given = checks.labels_of(labels, input, tokens)
-    sides = [(rows_of(problem.narrow(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
+    sides = [(problem.narrow(as_rows(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
 
     def logits_of(rows: slice) -> list[Tensor]:
         return [statistics.as_logits(values[rows], form) for values, form in sides]
 
-    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, input.device, given, target is not None)
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, given, target is not None)
 
 
 @torch.no_grad()
@@ -971,7 +971,7 @@ def linear_row_statistics(
     def logits_of(rows: slice) -> list[Tensor]:
         return [linear.project(side[rows], head, shift) for side, head, shift in heads]
 
-    return statistics.of_rows(problem, logits_of, input.shape[:-1], vocab, hidden.device, given, target is not None)
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], vocab, given, target is not None)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""Driver: many figures of each row. For evaluation: nothing is differentiated.
-
-Rows are taken a chunk at a time, which a CPU's cache holds. Divergences, entropies and log-sum-exps are the backends';
-the rest is torch's.
-"""
+"""Driver: many figures of each row. For evaluation: nothing is differentiated."""
 
 from __future__ import annotations
 
@@ -14,13 +10,11 @@ import torch
 from torch import Tensor
 
 from kullback import backends
-from kullback.backends import pytorch
 from kullback.backends.pytorch.piece import capped, compute_dtype, inverse_temperature
-from kullback.divergences import DIVERGENCES
 from kullback.problem import IGNORED, Problem, Side, accumulator
-from kullback.work import Operands, Rows
+from kullback.work import NUMBERS, TOKENS, Describe
 
-KINDS = ("jensen_shannon", "total_variation")
+CHUNK = 1 << 25  # elements
 
 
 class RowStatistics(NamedTuple):
@@ -76,75 +70,55 @@ def of_rows(
     logits_of: Callable[[slice], Sequence[Tensor]],
     shape: torch.Size,
     tokens: int,
-    device: torch.device,
     labels: Tensor | None,
     has_target: bool,
 ) -> RowStatistics:
     """Of rows of that shape. `logits_of` gives some rows' logits, of the input first and of the target last."""
     given = None if labels is None else labels.reshape(-1)
+    own, other = (side._replace(form="logits") for side in problem.sides)
+    problem = dataclasses.replace(problem, input=own, target=other)
     parts = []
-    for rows in _chunks(shape.numel(), tokens, device):
-        sides, own = logits_of(rows), None if given is None else given[rows]
-        parts.append(_of_chunk(problem, sides[0], sides[-1], own, has_target))
+    for rows in _chunks(shape.numel(), tokens):
+        sides, ids = logits_of(rows), None if given is None else given[rows]
+        parts.append(_of_chunk(problem, sides[0], sides[-1] if has_target else None, ids))
     return _joined(parts, shape)
 
 
-def _of_chunk(problem: Problem, x: Tensor, y: Tensor, labels: Tensor | None, has_target: bool) -> RowStatistics:
-    """Of rows [rows, vocab] of logits. The two directions of kl find what is said of one side on their way."""
-    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-    kl = _of_kind(problem, "kl")
-    own, other = kl.sides
-    divergence, (lse, entropy) = _run(kl, x, y, with_figures=True)
-    found = {"entropy": entropy, "lse": lse} | _of_tokens("", own, x, lse, labels)
-    if has_target:
-        swapped, (target_lse, target_entropy) = _run(dataclasses.replace(kl, input=other, target=own), y, x, True)
-        found |= {"kl": divergence, "reverse_kl": swapped, "target_entropy": target_entropy, "target_lse": target_lse}
-        found |= {kind: _run(_of_kind(problem, kind), x, y, with_figures=False)[0] for kind in KINDS}
-        found["cross_entropy"] = target_entropy + divergence
-        found |= _of_tokens("target_", other, y, target_lse, labels)
-        are_numbers = ~(lse + target_lse).isnan()
+def _of_chunk(problem: Problem, x: Tensor, y: Tensor | None, labels: Tensor | None) -> RowStatistics:
+    """Of rows [rows, vocab] of logits."""
+    names = (NUMBERS[:2], TOKENS[:2]) if y is None else (NUMBERS, TOKENS)
+    dtypes = (accumulator(x), torch.int64)
+    written = [x.new_empty((len(n), x.size(0)), dtype=dtype) for n, dtype in zip(names, dtypes, strict=True)]
+    if x.size(0):
+        backends.run(Describe(problem, x, y, labels, *written))
+    found = {name: row for of, rows in zip(names, written, strict=True) for name, row in zip(of, rows, strict=True)}
+    sides = [("", problem.input, x)]
+    if y is not None:
+        sides.append(("target_", problem.target, y))
+        found["cross_entropy"] = found["target_entropy"] + found["kl"]
+        are_numbers = ~(found["lse"] + found["target_lse"]).isnan()
         found["agreement"] = are_numbers & (found["top_token"] == found["target_top_token"])
-        top = _capped(y.gather(-1, found["target_top_token"].unsqueeze(-1)).squeeze(-1), other)
-        found["target_top_probability"] = (_scaled(top, other, target_lse) - target_lse).exp()
+        top = found["target_top_token"]
+        found["target_top_probability"] = _log_probs(problem.target, y, found["target_lse"], top).exp()
+    if labels is not None:
+        counts = labels != IGNORED
+        for name, side, logits in sides:
+            lse, rank = found[f"{name}lse"], found[f"{name}label_rank"]
+            log_prob = _log_probs(side, logits, lse, torch.where(counts, labels, 0))
+            found[f"{name}label_log_prob"] = torch.where(counts, log_prob, torch.nan)
+            found[f"{name}label_rank"] = torch.where(counts & ~lse.isnan(), rank, -1)
+    else:
+        found = {name: numbers for name, numbers in found.items() if not name.endswith("rank")}
+    dtype = torch.promote_types(torch.promote_types(x.dtype, x.dtype if y is None else y.dtype), torch.float32)
     numbers = map(found.get, RowStatistics._fields)
     return RowStatistics(*(n.to(dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
 
 
-def _run(problem: Problem, x: Tensor, y: Tensor, with_figures: bool) -> tuple[Tensor, Tensor]:
-    """The divergences of rows, and figures of the input."""
-    loss, figures = (x.new_zeros(shape, dtype=accumulator(x)) for shape in (x.shape[:1], (2, x.size(0))))
-    backends.run(Rows(problem, Operands(x, y), loss=loss, figures=figures if with_figures else None))
-    return loss, figures
-
-
-def _of_kind(problem: Problem, kind: str) -> Problem:
-    """Of rows that `as_logits` has made logits."""
-    parameter = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
-    input, target = (side._replace(form="logits") for side in problem.sides)
-    return dataclasses.replace(problem, kind=kind, parameter=parameter, input=input, target=target)
-
-
-def _of_tokens(name: str, side: Side, logits: Tensor, lse: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
-    """One side's first token, and what its label is to it."""
-    values = _capped(logits, side)  # ranks by logits: masses underflow
-    found = {f"{name}top_token": values.argmax(-1)}
-    if labels is not None:
-        counts = labels != IGNORED
-        own = values.gather(-1, torch.where(counts, labels, 0).unsqueeze(-1))
-        rank = (values > own).sum(-1)
-        log_prob = _scaled(own.squeeze(-1), side, lse) - lse
-        found[f"{name}label_log_prob"] = torch.where(counts, log_prob, torch.nan)
-        found[f"{name}label_rank"] = torch.where(counts & ~lse.isnan(), rank, -1)
-    return found
-
-
-def _capped(logits: Tensor, side: Side) -> Tensor:
-    return capped(logits.to(compute_dtype(logits, logits)), side.softcap) if side.softcap else logits
-
-
-def _scaled(logits: Tensor, side: Side, lse: Tensor) -> Tensor:
-    """Over the temperature, as log-sum-exps have it."""
-    return logits.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64)
+def _log_probs(side: Side, logits: Tensor, lse: Tensor, tokens: Tensor) -> Tensor:
+    """Of a token of each row, whose log-sum-exp is known."""
+    own = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    own = capped(own.to(compute_dtype(own, own)), side.softcap)
+    return own.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64) - lse
 
 
 def as_logits(values: Tensor, form: str) -> Tensor:
@@ -152,10 +126,9 @@ def as_logits(values: Tensor, form: str) -> Tensor:
     return values.log() if form == "probs" else values
 
 
-def _chunks(rows: int, vocab: int, device: torch.device) -> Iterator[slice]:
-    """Of as many rows as the torch backend takes at once."""
-    elements = pytorch.CPU_CHUNK if device.type == "cpu" else pytorch.DEVICE_CHUNK
-    step = max(1, elements // max(1, vocab))
+def _chunks(rows: int, vocab: int) -> Iterator[slice]:
+    """Of as many rows as may be copied without a thought for memory."""
+    step = max(1, CHUNK // max(1, vocab))
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))  # of no rows one chunk
 
 

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from kullback.divergences import DESCRIBED
 from kullback.problem import Problem, accumulator
 from kullback.state import Mode, RowStats
 
@@ -241,8 +242,32 @@ class Scale(NamedTuple):
         return self.gradient
 
 
+NUMBERS = ("lse", "entropy", "target_lse", "target_entropy", *DESCRIBED)
+TOKENS = ("top_token", "label_rank", "target_top_token", "target_label_rank")
+
+
+class Describe(NamedTuple):
+    """Rows of logits of which every figure is wanted; without a target those that come first, of the input."""
+
+    problem: Problem  # what its sides are
+    input: Tensor  # [rows, vocab]
+    target: Tensor | None
+    labels: Tensor | None  # [rows] int64: a token, or negative: none, whose rank is anything
+    numbers: Tensor  # of NUMBERS [8 or 2, rows], to be written
+    tokens: Tensor  # of TOKENS [4 or 2, rows] int64, to be written
+
+    def narrow(self, rows: slice) -> Describe:
+        target, labels = (None if t is None else t[rows] for t in (self.target, self.labels))
+        numbers, tokens = self.numbers[:, rows], self.tokens[:, rows]
+        return Describe(self.problem, self.input[rows], target, labels, numbers, tokens)
+
+    @property
+    def first_tensor(self) -> Tensor:
+        return self.input
+
+
 # The `first_tensor` of each is one that it reads; all are on its device.
-Work: TypeAlias = Rows | Entries | Gather | Scatter | Scale
+Work: TypeAlias = Rows | Entries | Gather | Scatter | Describe | Scale
 
 
 def is_put_off(tensor: Tensor) -> bool:

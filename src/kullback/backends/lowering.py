@@ -10,14 +10,33 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kullback.formula import Symbol, Value, absolute, node, select_near, small_expm1, where
-from kullback.problem import formula
+from kullback.divergences import DESCRIBED, DIVERGENCES
+from kullback.forms import pair
+from kullback.formula import Program, Symbol, Value, absolute, node, select_near, small_expm1, variable, where
+from kullback.problem import formula, has_corner
 
 
 def lowered(kind: str, form: str, target_form: str) -> Mapping[str, Value]:
     """`Formula.element` for kernels: a mass of a logit is a power, and so is what is made of such masses."""
     lower = rewriter(_lower)
     return {name: lower(value) for name, value in formula(kind, form, target_form).element.items()}
+
+
+WITH_CORNER = next(filter(has_corner, DESCRIBED))  # the only one
+
+
+@functools.cache
+def described_terms() -> Program:
+    """Of an element of logits the terms of DESCRIBED kinds; q - p; and the slope of the term that has a corner.
+
+    That is its derivative where log p grows as log q shrinks, as they do when an excess of q is shared.
+    """
+    both = pair("logits", "logits", variable("x"), variable("y"))
+    elements = {kind: DIVERGENCES[kind](both, *DIVERGENCES[kind].defaults.values()) for kind in DESCRIBED}
+    terms = {kind: element.term for kind, element in elements.items()}
+    corner, lower = elements[WITH_CORNER], rewriter(_lower)
+    terms |= {"q_minus_p": both.q_minus_p, "slope": corner.d_log_p - corner.d_log_q}
+    return Program({name: lower(value) for name, value in terms.items()})
 
 
 def rewriter(rule: Callable[[str, tuple[Value, ...]], Value]) -> Callable[[Value], Value]:

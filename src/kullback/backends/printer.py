@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
-from kullback.backends.lowering import lowered, slopes_of
-from kullback.divergences import DIVERGENCES, Moments
+from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
+from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
 from kullback.problem import IGNORED, Formula, formula, moments_of
 from kullback.state import FAR_TILTED_LSE, Mode, RowState, RowStats, RowSums, fields
-from kullback.work import VERBS
+from kullback.work import NUMBERS, TOKENS, VERBS
 
 INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}", "neg": "-{}"}
 TYPES = {  # of elements, as kernels call them
@@ -98,6 +98,34 @@ INLINE Coefficients fast_coefficients(Row row, Parameters parameters)
 {{
 {_print_result("Coefficients", common, names, "fast_")}}}
 {of_parts}{near}"""
+
+
+def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
+    """`Row`, and `Terms safe_terms(x, y, row)` of an element of logits (`described_terms`); and the kinds it has.
+
+    A function for each prefix, as of `print_functor`.
+    """
+    program, names = described_terms(), {name: f"row.{name}" for name in ROW_VARIABLES}
+    macros: dict[str, int | str] = {
+        "EACH_KIND(apply)": " ".join(f"apply({kind})" for kind in DESCRIBED),
+        "KINDS": ", ".join(DESCRIBED),
+        "WITH_CORNER": WITH_CORNER,
+    }
+    functions = (
+        f"INLINE Terms {prefix}terms(real x, real y, Row row)\n{{\n{_print_result('Terms', program, names, prefix)}}}\n"
+        for prefix in prefixes
+    )
+    return (
+        f"{print_macros(macros)}typedef struct {{ real {', '.join(ROW_VARIABLES)}; }} Row;\n"
+        f"typedef struct {{ real {', '.join(program.outputs)}; }} Terms;\n{''.join(functions)}"
+    )
+
+
+def print_order() -> str:
+    """Of what `Describe` has written: the divergences come last, in the order of KINDS."""
+    names = [f"NUMBER_{name.upper()}" for name in NUMBERS[: -len(DESCRIBED)]] + ["NUMBER_KINDS"]
+    tokens = [f"TOKEN_{name.upper()}" for name in TOKENS]
+    return "".join(f"enum {{ {', '.join(of)} }};\n" for of in (names, tokens))
 
 
 def print_layout(has_tilted_lse: bool = False) -> str:

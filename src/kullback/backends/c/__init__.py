@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kullback.backends.build import BuildError, remember_failures
-from kullback.backends.c import topk
-from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library
+from kullback.backends.c import describe, topk
+from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library, softmaxes
 from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
 from kullback.problem import formula, has_corner, moments_of
-from kullback.work import VERBS, Entries, Gather, Rows, Scatter, Work
+from kullback.work import VERBS, Describe, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
     capped: tuple[bool, bool]
 
 
-ROWS, SIDE = ((HERE / name).read_text(encoding="utf-8") for name in ("rows.c", "side.h"))
+ROWS = (HERE / "rows.c").read_text(encoding="utf-8")
 Arguments, Structure = arguments_of(ROWS)
 
 
@@ -63,6 +63,8 @@ def run(work: Work) -> None:
         topk.gather(work)
     elif isinstance(work, Scatter):
         topk.scatter(work)
+    elif isinstance(work, Describe):
+        describe.run(work)
     elif isinstance(work, Entries):
         topk.entries(work)
     elif work.factor.item() != 1:
@@ -103,16 +105,6 @@ def source(variant: Variant) -> str:
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
     }
-    rows = ROWS
-    for name, letter in (("input", "X"), ("target", "Y")):
-        macros_of = {
-            "SIDE(name)": f"{name}_##name",
-            "T": letter,
-            "LOAD": f"LOAD_{letter}",
-            "COUNTED(x)": f"COUNTED_{letter}(x)",
-        }
-        is_used = variant.form == "logits" if letter == "X" else variant.target_form == "logits"
-        rows = rows.replace(f"/* {name} side */\n", print_macros(macros_of) + SIDE if is_used else "")
     return "\n".join(
         [
             f"#define REAL_IS_DOUBLE {int(double)}",
@@ -121,7 +113,8 @@ def source(variant: Variant) -> str:
             (HERE / "fast.h").read_text(encoding="utf-8") if has_fast else "",
             print_functor(variant.kind, *forms, prefixes),
             print_layout(formula(variant.kind, *forms).has_tilted_lse),
-            rows,
+            softmaxes(variant.form == "logits", variant.target_form == "logits"),
+            ROWS,
         ]
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from kullback.backends import cache
 from kullback.backends.arguments import Table, struct_fields, structure, table
 from kullback.backends.build import BuildError
+from kullback.backends.printer import print_macros
 
 HERE = Path(__file__).parent
 # Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised.
@@ -127,6 +128,23 @@ def library() -> str:
         HERE / "memory.h",
     )
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def softmaxes(input: bool, target: bool, *files: str) -> str:
+    """What rows of logits are normalised by; and the files `side.h` and these of each side that has logits."""
+    parts = [(HERE / "softmax.h").read_text(encoding="utf-8")]
+    for name, letter, is_used in (("input", "X", input), ("target", "Y", target)):
+        macros = {
+            "SIDE(name)": f"{name}_##name",
+            "T": letter,
+            "LOAD": f"LOAD_{letter}",
+            "COUNTED(x)": f"COUNTED_{letter}(x)",
+        }
+        if is_used:
+            parts.append(print_macros(macros))
+            parts += ((HERE / file).read_text(encoding="utf-8") for file in ("side.h", *files))
+            parts.append("".join(f"#undef {macro.partition('(')[0]}\n" for macro in macros))
+    return "\n".join(parts)
 
 
 def arguments_of(source: str) -> tuple[Table, type[ctypes.Structure]]:

@@ -15,12 +15,11 @@
 
 #include <stdlib.h>
 
-#define NOINLINE __attribute__((noinline))
 #define PREFETCH(p) __builtin_prefetch(p)
 
 /* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. A unit of work
    has so many elements, of as many rows. */
-enum { SPAN = 256, UNIT = 1 << 16, CACHE_LINE = 64 };
+enum { UNIT = 1 << 16, CACHE_LINE = 64 };
 
 typedef struct {
     const X *x;
@@ -42,13 +41,6 @@ typedef struct {
 } Arguments;
 
 typedef struct { double term, d_log_p, d_log_q, q_minus_p; } Sums;
-typedef struct { real input, target; } Softcaps;
-#define COUNTED_X(x) (INPUT_IS_CAPPED ? softcapped(x, softcaps.input) : (x))
-#define COUNTED_Y(y) (TARGET_IS_CAPPED ? softcapped(y, softcaps.target) : (y))
-
-/* A row's softmax: the largest scaled logit, or a number near it, and Σ exp(scaled - max) */
-typedef struct { double max, sum_exp; } Softmax;
-
 /* What is found of a row before its gradients are written */
 typedef struct {
     Softmax input, target;
@@ -57,11 +49,6 @@ typedef struct {
     int mode;
     int has_slopes; /* whether d_log_q of each element is where the gradient is to be */
 } Found;
-
-#define LEAST_EXPONENT (real)-1e30 /* of no mass, times which it is nothing */
-
-/* input side */
-/* target side */
 
 /* Rows of logits are tried without series and guards first; those whose sum is smaller than the first, of which a term's
    rounding would be too much, or is no number, are summed again. */
@@ -228,26 +215,9 @@ NOINLINE static void gradient_of_slopes(const X *x, DX *d_input, int64_t n, Row 
 #if HAS_LOGITS
 static void set_row(Row *row, const Found *found, const Arguments *a)
 {
-    /* The maxima are of the scaled row, with the scale as rounded to `real`; elements want the row's own. */
-    row->input_inv_temperature = (real)(1 / a->input_temperature);
-    row->input_max = (real)(found->input.max / (double)row->input_inv_temperature);
-    row->input_inv_sum_exp = (real)(1 / found->input.sum_exp);
-    row->input_log_sum_exp = (real)log(found->input.sum_exp);
-    row->target_inv_temperature = (real)(1 / a->target_temperature);
-    row->target_max = (real)(found->target.max / (double)row->target_inv_temperature);
-    row->target_inv_sum_exp = (real)(1 / found->target.sum_exp);
-    row->target_log_sum_exp = (real)log(found->target.sum_exp);
-    row->log_z_diff_high = (real)found->log_z_diff;
-    row->log_z_diff_low = (real)(found->log_z_diff - (double)row->log_z_diff_high);
+    const Temperatures temperatures = { a->input_temperature, a->target_temperature };
+    set_softmaxes(row, found->input, found->target, found->log_z_diff, temperatures);
     row->tilted_lse = (real)found->tilted_lse;
-}
-
-/* -inf of a piece without mass */
-static double lse(Softmax softmax) { return softmax.max == -INFINITY ? softmax.max : softmax.max + log(softmax.sum_exp); }
-
-static double log_z_diff(const Found *found)
-{
-    return (found->target.max - found->input.max) + (log(found->target.sum_exp) - log(found->input.sum_exp));
 }
 
 /* From a log-sum-exp: against the number next to it that elements can hold */
@@ -333,7 +303,7 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
         return 0;
     found->input.sum_exp = s.x_sum_exp;
     found->target.sum_exp = s.y_sum_exp;
-    found->log_z_diff = log_z_diff(found);
+    found->log_z_diff = log_z_diff(found->input, found->target);
     set_row(row, found, a);
 #if HAS_MOMENTS
     const double shift = log2(s.x_sum_exp / s.y_sum_exp), chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
@@ -379,10 +349,10 @@ static void sum_exponentials(const X *x, const Y *y, int64_t n, const Row *row, 
 {
     (void)x, (void)y;
 #if INPUT_IS_LOGITS
-    found->input.sum_exp = input_sum_exp(x, n, softcaps, row->input_inv_temperature, row->input_max);
+    found->input.sum_exp = input_exponentials(x, n, softcaps, row->input_inv_temperature, row->input_max, 0).sum;
 #endif
 #if TARGET_IS_LOGITS
-    found->target.sum_exp = target_sum_exp(y, n, softcaps, row->target_inv_temperature, row->target_max);
+    found->target.sum_exp = target_exponentials(y, n, softcaps, row->target_inv_temperature, row->target_max, 0).sum;
 #endif
 }
 
@@ -395,7 +365,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
     (void)is_near;
 #if HAS_TILTED_LSE
     if (!is_near) {
-        found->log_z_diff = log_z_diff(found);
+        found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
         const double lse = tilted_lse(x, y, n, *row, softcaps, parameters);
         if (is_far_lse(lse)) {
@@ -407,7 +377,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
     }
 #endif
     for (int pass = 0; pass < 2; pass++) {
-        found->log_z_diff = log_z_diff(found);
+        found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
         found->sums = (Sums){ 0, 0, 0, 0 };
         sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
@@ -626,7 +596,8 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #if INPUT_IS_LOGITS
     if (a->figures) { /* before gradients may take the logits' place */
         a->figures[r] = lse(found.input);
-        a->figures[a->rows + r] = input_entropy(x, n, softcaps, row.input_inv_temperature, row.input_max, found.input.sum_exp);
+        a->figures[a->rows + r]
+            = entropy(input_exponentials(x, n, softcaps, row.input_inv_temperature, row.input_max, 1), found.input.sum_exp);
     }
 #endif
     double loss = 0;

@@ -1,4 +1,4 @@
-/* What one side's row is normalised by. Read once for the input and once for the target, with the macros
+/* What one side's row is normalised by. Pasted once for the input and once for the target, with the macros
    SIDE(name) (a name for the side), T (its element type), LOAD, COUNTED(x) (a logit as it counts). */
 
 NOINLINE static double SIDE(max)(const T *x, int64_t n)
@@ -14,40 +14,27 @@ NOINLINE static double SIDE(max)(const T *x, int64_t n)
     return (double)top + (double)poison;
 }
 
-NOINLINE static double SIDE(sum_exp)(const T *x, int64_t n, Softcaps softcaps, real inv_temperature, real row_max)
+/* Σ exp(exponent) and, if it is wanted, Σ exponent·exp(exponent), of exponents against the row's maximum. Beside the masses
+   of 1 that maxima have, small ones would lose their digits: those are counted. */
+INLINE Exponentials SIDE(exponentials)(const T *x, int64_t n, Softcaps softcaps, real inv_temperature, real row_max,
+                                       int wants_moment)
 {
-    double total = 0;
+    Exponentials result = { 0, 0 };
     (void)softcaps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real part = 0;
-#pragma omp simd reduction(+: part)
-        for (int64_t i = start; i < end; i++)
-            part += safe_exp((COUNTED(LOAD(x[i])) - row_max) * inv_temperature);
-        total += part;
-    }
-    return total;
-}
-
-/* log Σ exp less the mean of what it is of */
-NOINLINE static double SIDE(entropy)(const T *x, int64_t n, Softcaps softcaps, real inv_temperature, real row_max, double sum_exp)
-{
-    double total = 0;
-    (void)softcaps;
-    for (int64_t start = 0; start < n; start += SPAN) {
-        const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real part = 0;
-#pragma omp simd reduction(+: part)
+        real sum = 0, moment = 0;
+        int32_t maxima = 0;
+#pragma omp simd reduction(+: sum, moment, maxima)
         for (int64_t i = start; i < end; i++) {
-            const real exponent = (COUNTED(LOAD(x[i])) - row_max) * inv_temperature;
-            part += safe_exp(exponent) * (exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
+            const real exponent = (COUNTED(LOAD(x[i])) - row_max) * inv_temperature, mass = safe_exp(exponent);
+            sum += exponent == 0 ? (real)0 : mass;
+            maxima += exponent == 0;
+            if (wants_moment)
+                moment += mass * (exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
         }
-        total += part;
+        result.sum += (double)sum + maxima;
+        result.moment += moment;
     }
-    return log(sum_exp) - total / sum_exp;
+    return result;
 }
-
-#undef SIDE
-#undef T
-#undef LOAD
-#undef COUNTED

@@ -8,7 +8,8 @@ import importlib.util
 import torch
 
 from kullback.backends.cuda import literal, logits, scale, topk
-from kullback.work import Gather, Rows, Scale, Scatter, Work
+from kullback.backends.pytorch import describe
+from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
 
 OLDEST = (7, 5)
 
@@ -27,7 +28,7 @@ def why_not_here(work: Work) -> str | None:
         return logits.why_not(work) if work.problem.has_logits else None
     if isinstance(work, Scale):
         return None if work.gradient.is_contiguous() else "the gradient's elements do not lie side by side"
-    return topk.why_not(work)
+    return None if isinstance(work, Describe) else topk.why_not(work)
 
 
 @functools.cache
@@ -55,5 +56,7 @@ def run(work: Work) -> None:
         topk.gather(work)
     elif isinstance(work, Scatter):
         topk.scatter(work)
+    elif isinstance(work, Describe):
+        describe.write(work, run)
     else:
         topk.entries(work)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from kullback import labels as of_rows
-from kullback.backends.pytorch import topk
+from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
 from kullback.problem import Problem, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
-from kullback.work import Gather, Rows, Scale, Scatter, Work
+from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
 
+LEAST_LOG = -1e30  # of no mass, times which it is nothing
 CPU_CHUNK = 1 << 19
 DEVICE_CHUNK = 1 << 25
 
@@ -36,6 +37,9 @@ def run(work: Work) -> None:
         topk.gather(work)
     elif isinstance(work, Scatter):
         topk.scatter(work)
+    elif isinstance(work, Describe):
+        for part in _parts(work.input.size(0), max(1, _chunk(work.input) // max(1, work.input.size(1)))):
+            describe.write(work.narrow(part), run)
     else:
         topk.write_entries(work)
 
@@ -206,9 +210,11 @@ def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
     """What these tokens of rows of logits have of it."""
     side, dtype = problem.input, compute_dtype(x, x)
     values = capped(x.to(dtype), side.softcap) * inverse_temperature(side, dtype == torch.float64)
-    masses = (values - lse.to(dtype).unsqueeze(-1)).exp_()
-    found: Tensor = torch.special.entr(masses).sum(-1)
-    return found.to(lse.dtype)
+    high = lse.to(dtype)
+    low = (lse - high).to(dtype)  # a rounded log-sum-exp would be seen beside the logarithm of a mass next to 1
+    logs = (values - high.unsqueeze(-1)).sub_(low.unsqueeze(-1))
+    masses = logs.exp()
+    return -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1).to(lse.dtype)
 
 
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:

@@ -1,0 +1,145 @@
+/* Every figure of rows of logits (work.Describe). Pasted above: `Row` and `Terms safe_terms(x, y, row)`
+   (printer.print_terms), the softmaxes of both sides and their tokens, the order of what is written (NUMBER_*, TOKEN_*), and
+   the macros
+
+   X, Y, LOAD_X, LOAD_Y               element types of input and target
+   INPUT_IS_CAPPED, TARGET_IS_CAPPED
+   HAS_TARGET                         without, the input is told of alone
+
+   A row is read from memory once and then from a cache. */
+
+typedef struct {
+    const X *x;
+    const Y *y;
+    const int64_t *labels; /* [rows], negative: none; or NULL */
+    double *numbers;       /* [NUMBERS, rows], or without a target the first of them */
+    int64_t *tokens;       /* [TOKENS, rows], likewise */
+    int64_t rows, vocab, x_stride, y_stride;
+    double input_temperature, target_temperature, input_softcap, target_softcap;
+    int32_t threads;
+} Arguments;
+
+#if HAS_TARGET
+#define DECLARE(kind) double kind;
+typedef struct {
+    EACH_KIND(DECLARE)
+    double q_minus_p, slope;
+    int has_fast; /* whether some terms were found by the formula for rows that are not close */
+} Sums;
+
+/* Of so many tokens together it is decided how their terms are found. */
+enum { GROUP = 64 };
+#define NEAR_RATIO (real)0.48 /* found with a rounding; terms are near below 1/2 */
+/* The largest log-mass of light tokens: what they lose by terms that are not near is nothing where the row is not close. */
+#define LIGHT_LOG_MASS (real)-6.9314718
+#define MIN_FAST_SUM 2e-3
+
+/* What logits of a group are at most: their log-ratio, and their logits above those of heavy tokens */
+typedef struct { real ratio, above; } Bounds;
+
+INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
+{
+    const real x_scale = row->input_inv_temperature, y_scale = row->target_inv_temperature;
+    const real x_lse = row->input_max * x_scale + row->input_log_sum_exp, y_lse = row->target_max * y_scale + row->target_log_sum_exp;
+    real ratio = 0, above = -REAL_INFINITY;
+    (void)softcaps;
+#pragma omp simd reduction(max: ratio, above)
+    for (int64_t i = 0; i < n; i++) {
+        const real log_q = COUNTED_X(LOAD_X(x[i])) * x_scale - x_lse, log_p = COUNTED_Y(LOAD_Y(y[i])) * y_scale - y_lse;
+        const real apart = safe_abs(log_p - log_q), higher = log_p > log_q ? log_p : log_q;
+        const real of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY; /* also of NaN */
+        ratio = of_number > ratio ? of_number : ratio;
+        above = higher > above ? higher : above;
+    }
+    return (Bounds){ ratio, above };
+}
+
+#define PRAGMA_OF(...) _Pragma(#__VA_ARGS__)
+#define PRAGMA(...) PRAGMA_OF(__VA_ARGS__)
+#define ZERO(kind) real kind = 0;
+#define ADD_TERM(kind) kind += terms.kind;
+#define ADD_SUM(kind) sums.kind += kind;
+
+/* Where each element is known to be near, or far, half of its formula is left out. */
+#define ADD_TERMS(terms_of)                                                                            \
+    PRAGMA(omp simd reduction(+: KINDS, q_minus_p, slope))                                             \
+    for (int64_t i = start; i < end; i++) {                                                            \
+        const Terms terms = terms_of(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row);           \
+        EACH_KIND(ADD_TERM)                                                                            \
+        q_minus_p += terms.q_minus_p;                                                                  \
+        slope += terms.slope;                                                                          \
+    }
+
+NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, int tries_fast)
+{
+    Sums sums = { 0 };
+    (void)softcaps, (void)tries_fast;
+    for (int64_t start = 0; start < n; start += GROUP) {
+        const int64_t end = start + GROUP < n ? start + GROUP : n;
+        const Bounds bounds = bounds_of(x + start, y + start, end - start, &row, softcaps);
+        EACH_KIND(ZERO)
+        real q_minus_p = 0, slope = 0;
+        if (bounds.ratio < NEAR_RATIO) {
+            ADD_TERMS(near_terms)
+        }
+#if !REAL_IS_DOUBLE
+        else if (tries_fast && bounds.above < LIGHT_LOG_MASS) {
+            ADD_TERMS(fast_terms)
+            sums.has_fast = 1;
+        }
+#endif
+        else {
+            ADD_TERMS(safe_terms)
+        }
+        EACH_KIND(ADD_SUM)
+        sums.q_minus_p += q_minus_p;
+        sums.slope += slope;
+    }
+    return sums;
+}
+
+#define IS_FAR(kind) && sums->kind > MIN_FAST_SUM
+static int is_close(const Sums *sums) { return !(1 EACH_KIND(IS_FAR)); }
+
+static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+{
+    Sums sums = sums_of(x, y, n, row, softcaps, 1);
+    if (sums.has_fast && is_close(&sums))
+        sums = sums_of(x, y, n, row, softcaps, 0);
+    /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner it is
+       had as it is, and to the first order taken out. */
+    sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;
+    return sums;
+}
+#endif
+
+static void one_row(const Arguments *a, int64_t r)
+{
+    const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
+    const int64_t n = a->vocab, label = a->labels ? a->labels[r] : -1;
+    const X *x = a->x + r * a->x_stride;
+    double *numbers = a->numbers + r;
+    int64_t *tokens = a->tokens + r;
+    const Softmax input = input_describe(x, n, softcaps, a->input_temperature, label, numbers + NUMBER_LSE * a->rows,
+                                         tokens + TOKEN_TOP_TOKEN * a->rows, a->rows);
+    (void)input;
+#if HAS_TARGET
+    const Y *y = a->y + r * a->y_stride;
+    const Temperatures temperatures = { a->input_temperature, a->target_temperature };
+    const Softmax target = target_describe(y, n, softcaps, a->target_temperature, label, numbers + NUMBER_TARGET_LSE * a->rows,
+                                           tokens + TOKEN_TARGET_TOP_TOKEN * a->rows, a->rows);
+    Row row = { 0 };
+    set_softmaxes(&row, input, target, log_z_diff(input, target), temperatures);
+    const Sums sums = divergences(x, y, n, row, softcaps);
+    double *of_kind = numbers + NUMBER_KINDS * a->rows;
+#define WRITE(kind) *of_kind = sums.kind, of_kind += a->rows;
+    EACH_KIND(WRITE)
+#endif
+}
+
+void kullback_describe(const Arguments *a)
+{
+#pragma omp parallel for schedule(static) num_threads(a->threads)
+    for (int64_t r = 0; r < a->rows; r++)
+        one_row(a, r);
+}
