@@ -114,6 +114,17 @@ def topk():
         check(loss, x)
 
 
+def describe():
+    """Rows whose sides begin at unlike elements, too; capped logits; one side alone."""
+    for vocab, dtype, (first, more) in itertools.product((50257, 1001, 3), DTYPES, PADDING):
+        x, y = rows(max(vocab, 9), (dtype, dtype), (first, more))
+        label = torch.arange(8, device=DEVICE)
+        label[3] = -100
+        for other in (y, y.contiguous(), None):
+            found = kullback.row_statistics(x, other, label, softcap=30.0 if more == 3 else None)
+            assert not found.entropy[:4].isnan().any()
+
+
 def linear():
     """Not for initcheck, which does not see that cuBLAS writes by bulk stores."""
     for kind in KINDS[:2]:
@@ -123,7 +134,14 @@ def linear():
 
 
 if __name__ == "__main__":
-    parts = {"logits": logits, "labels": labels, "literal": literal, "topk": topk, "linear": linear}
+    parts = {
+        "logits": logits,
+        "labels": labels,
+        "literal": literal,
+        "topk": topk,
+        "describe": describe,
+        "linear": linear,
+    }
     torch.manual_seed(0)
     with kullback.backend(BACKEND):
         for name in sys.argv[1:] or parts:

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from kullback.backends.build import BuildError
-from kullback.backends.cuda import literal, logits, plan, scale, topk
+from kullback.backends.cuda import describe, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
-from kullback.backends.printer import print_functor, print_layout, print_slopes
+from kullback.backends.printer import print_functor, print_layout, print_order, print_slopes, print_terms
 from kullback.formula import TENSOR
 from kullback.problem import Problem, Side, Weights
 from kullback.work import Verb
@@ -265,10 +265,13 @@ def test_mixed_dtypes_and_helpers(arch):
     for dtype in DTYPES:
         registers(topk.source(dtype, "logits", False), arch)
         registers(topk.entries_source(dtype, "log_probs"), arch)
+        registers(describe.source(dtype, dtype, (False, False), True), arch)
         if arch == "sm_90a":
             registers(topk.source(dtype, "logits", True), arch)
             registers(topk.source(dtype, "log_probs", False), arch)
             registers(topk.source(dtype, "probs", False), arch)
+            registers(describe.source(dtype, torch.float32, (True, True), True), arch)
+            registers(describe.source(dtype, dtype, (True, False), False), arch)
     registers(inlined("cuda/ceiling.cuh", {}), arch)
 
 
@@ -295,6 +298,14 @@ def test_the_stand_in_for_a_functor_declares_what_is_printed():
         assert names(pattern, declared) == names(pattern, printed)
     enums = lambda text: [re.sub(r"\s+|= \d", "", found) for found in re.findall(r"enum \{(.*?)\}", text, re.S)]
     assert enums(declared) == enums(print_layout(has_tilted_lse=True))
+
+
+def test_the_stand_in_for_terms_declares_what_is_printed():
+    declared = (HERE / "terms.cuh").read_text()
+    printed = print_terms(("safe_", "close_", "stable_")) + print_order()
+    structs, functions = r"^(?:typedef struct \{.*)?\} (\w+);", r"^INLINE \w+ (\w+)\("
+    for pattern in (r"^#define (\w+)", structs, functions, r"\b((?:NUMBER|TOKEN)_\w+)", r"\b((?:input|target)_\w+)"):
+        assert set(re.findall(pattern, declared, re.M)) == set(re.findall(pattern, printed, re.M)), pattern
 
 
 # What is printed as an operator, and what lowering.py leaves to no kernel, or to those of logits

@@ -15,12 +15,12 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import literal, logits, plan, scale, source, topk
+from kullback.backends.cuda import describe, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
 KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
-MODULES = literal, logits, scale, topk
+MODULES = describe, literal, logits, scale, topk
 
 
 def inlined(name, printed):

@@ -29,8 +29,8 @@ typedef struct {
 
 /* Of so many tokens together it is decided how their terms are found. */
 enum { GROUP = 64 };
-#define NEAR_RATIO (real)0.48 /* found with a rounding; terms are near below 1/2 */
-/* The largest log-mass of light tokens: what they lose by terms that are not near is nothing where the row is not close. */
+#define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
+/* The largest log-mass of light tokens: what they lose by terms that are not close is nothing where the row is not close. */
 #define LIGHT_LOG_MASS (real)-6.9314718
 #define MIN_FAST_SUM 2e-3
 
@@ -60,7 +60,7 @@ INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softc
 #define ADD_TERM(kind) kind += terms.kind;
 #define ADD_SUM(kind) sums.kind += kind;
 
-/* Where each element is known to be near, or far, half of its formula is left out. */
+/* Where each element is known to be close, or far, half of its formula is left out. */
 #define ADD_TERMS(terms_of)                                                                            \
     PRAGMA(omp simd reduction(+: KINDS, q_minus_p, slope))                                             \
     for (int64_t i = start; i < end; i++) {                                                            \
@@ -79,8 +79,8 @@ NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcap
         const Bounds bounds = bounds_of(x + start, y + start, end - start, &row, softcaps);
         EACH_KIND(ZERO)
         real q_minus_p = 0, slope = 0;
-        if (bounds.ratio < NEAR_RATIO) {
-            ADD_TERMS(near_terms)
+        if (bounds.ratio < CLOSE_RATIO) {
+            ADD_TERMS(close_terms)
         }
 #if !REAL_IS_DOUBLE
         else if (tries_fast && bounds.above < LIGHT_LOG_MASS) {

@@ -7,8 +7,7 @@ import importlib.util
 
 import torch
 
-from kullback.backends.cuda import literal, logits, scale, topk
-from kullback.backends.pytorch import describe
+from kullback.backends.cuda import describe, literal, logits, scale, topk
 from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
 
 OLDEST = (7, 5)
@@ -28,7 +27,7 @@ def why_not_here(work: Work) -> str | None:
         return logits.why_not(work) if work.problem.has_logits else None
     if isinstance(work, Scale):
         return None if work.gradient.is_contiguous() else "the gradient's elements do not lie side by side"
-    return None if isinstance(work, Describe) else topk.why_not(work)
+    return describe.why_not(work) if isinstance(work, Describe) else topk.why_not(work)
 
 
 @functools.cache
@@ -57,6 +56,6 @@ def run(work: Work) -> None:
     elif isinstance(work, Scatter):
         topk.scatter(work)
     elif isinstance(work, Describe):
-        describe.write(work, run)
+        describe.run(work)
     else:
         topk.entries(work)

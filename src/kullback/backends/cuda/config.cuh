@@ -62,3 +62,9 @@
 #define FROM_LOGITS 0 /* what a teacher's entries are */
 #define FROM_PROBS 0
 #endif
+
+#ifndef HAS_TARGET
+#define HAS_TARGET 1 /* describe.cuh: whether there are two sides, and which have capped logits */
+#define INPUT_IS_CAPPED 0
+#define TARGET_IS_CAPPED 0
+#endif

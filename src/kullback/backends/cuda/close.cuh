@@ -1,0 +1,32 @@
+/* Operations of formula.py where both masses of an element are nearly equal: of two ways to a value the one right there. */
+#pragma once
+
+#include "cuda/vector.cuh"
+#if !REAL_IS_DOUBLE
+#include "cuda/logits/fast_math.cuh"
+#endif
+
+namespace kullback {
+
+#define close_abs safe_abs
+#define close_exp safe_exp
+#define close_log_mix safe_log_mix
+#define close_half_sign safe_half_sign
+#define close_small_bennett safe_small_bennett
+#define close_small_exp_remainder exp_remainder_series
+#define close_logit_mass safe_logit_mass
+#define close_logit_difference safe_logit_difference
+#define close_logit_log_fraction safe_logit_log_fraction
+
+INLINE real close_select_near(real, real, real near, real) { return near; }
+INLINE real close_mass_times(real mass, real x) { return mass * x; }
+INLINE real close_small_expm1(real x) { return x + exp_remainder_series(-x); }
+#if REAL_IS_DOUBLE
+#define close_mixture safe_mixture
+#define close_fraction safe_fraction
+#else
+#define close_mixture fast_mixture
+#define close_fraction in_range_ratio_or_zero
+#endif
+
+}

@@ -1,0 +1,304 @@
+/* Every figure of rows of logits (work.Describe). A block takes a row: it reads each side for what is said of that alone, then
+   both. Printed in the place of terms.cuh: `Terms safe_terms(x, y, row)` of an element, and of elements that are close, or
+   light; the kinds; the order of what is written. */
+#pragma once
+
+#include "cuda/block.cuh"
+#include "cuda/close.cuh"
+#include "cuda/terms.cuh"
+#include "cuda/vector.cuh"
+
+namespace kullback {
+
+enum { NOWHERE = 0x7fffffff };
+#define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
+/* The largest log-mass of light tokens: what they lose by terms that have no guards is nothing where the row is not close. */
+#define LIGHT_LOG_MASS (real)-6.9314718
+#define MIN_STABLE_SUM 2e-3
+#define MAX_SUM 1e15
+
+/* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
+   small ones would lose their digits: those are counted. */
+typedef struct {
+    real max;
+    int first, nan_at, above; /* the first of the maxima; of NaN; how many are above the label */
+    double maxima, rest, moment; /* of the others Σ exp(exponent), and Σ exponent·exp(exponent) */
+} Side;
+
+INLINE Side nothing() { return { -REAL_INFINITY, NOWHERE, NOWHERE, 0, 0, 0, 0 }; }
+
+/* Against another maximum, which is larger; against -inf there was nothing but NaN. */
+INLINE void rescale(Side &side, real max, real scale)
+{
+    if (side.max > -REAL_INFINITY) {
+        const double less = ((double)side.max - (double)max) * (double)scale, factor = exp(less);
+        const double total = side.rest + side.maxima;
+        side.moment = factor * (side.moment + less * total);
+        side.rest = factor * total;
+    }
+    side.maxima = 0;
+    side.max = max;
+    side.first = NOWHERE;
+}
+
+INLINE Side merged(Side a, Side b, real scale)
+{
+    if (a.max < b.max)
+        rescale(a, b.max, scale);
+    else if (b.max < a.max)
+        rescale(b, a.max, scale);
+    return { a.max, a.first < b.first ? a.first : b.first, a.nan_at < b.nan_at ? a.nan_at : b.nan_at, a.above + b.above,
+             a.maxima + b.maxima, a.rest + b.rest, a.moment + b.moment };
+}
+
+/* COUNT elements of a row, from place `start` on */
+template <int COUNT> INLINE void add(Side &side, const real *values, int start, real scale, real own)
+{
+    real top = side.max, rest = 0, moment = 0;
+    int maxima = 0;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        top = values[j] > top ? values[j] : top;
+    if (top > side.max)
+        rescale(side, top, scale);
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const real exponent = (values[j] - side.max) * scale, mass = safe_exp(exponent);
+        const bool is_max = values[j] == side.max;
+        maxima += is_max;
+        rest += is_max ? (real)0 : mass;
+        moment += is_max ? (real)0 : mass * (exponent < (real)-1e30 ? (real)-1e30 : exponent);
+        side.above += values[j] > own;
+    }
+    if (maxima && side.first == NOWHERE)
+#pragma unroll
+        for (int j = COUNT - 1; j >= 0; j--)
+            side.first = values[j] == side.max ? start + j : side.first;
+    if (rest != rest)
+#pragma unroll
+        for (int j = COUNT - 1; j >= 0; j--)
+            side.nan_at = values[j] != values[j] && start + j < side.nan_at ? start + j : side.nan_at;
+    side.maxima += maxima;
+    side.rest += (double)rest;
+    side.moment += (double)moment;
+}
+
+INLINE Side shfl_xor(const Side &side, int step)
+{
+    return { shfl_xor(side.max, step), shfl_xor(side.first, step), shfl_xor(side.nan_at, step), shfl_xor(side.above, step),
+             shfl_xor(side.maxima, step), shfl_xor(side.rest, step), shfl_xor(side.moment, step) };
+}
+
+/* All threads get the row's. */
+INLINE Side block_merged(Side side, real scale)
+{
+    __shared__ Side warps[THREADS / WARP];
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2)
+        side = merged(side, shfl_xor(side, step), scale);
+    __syncthreads(); /* the side before may still be being read */
+    if (threadIdx.x % WARP == 0)
+        warps[threadIdx.x / WARP] = side;
+    __syncthreads();
+    side = warps[0];
+    for (int warp = 1; warp < THREADS / WARP; warp++)
+        side = merged(side, warps[warp], scale);
+    return side;
+}
+
+/* Elements of a row before its first vector */
+template <typename T> INLINE int head_of(const T *x, int vocab)
+{
+    const int head = (int)((VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(T)) & (WIDTH - 1);
+    return head < vocab ? head : vocab;
+}
+
+INLINE real counted(real x, real softcap, bool is_capped) { return is_capped ? softcapped(x, softcap) : x; }
+
+template <typename T> INLINE Side side_of(const T *x, int vocab, real scale, real softcap, bool is_capped, real own)
+{
+    Side side = nothing();
+    const int head = head_of(x, vocab), vectors = (vocab - head) / WIDTH, edges = vocab - vectors * WIDTH;
+    for (int v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
+        Packed<T> loaded[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (v + u * THREADS < vectors)
+                loaded[u] = load(x + head + (v + u * THREADS) * WIDTH);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (v + u * THREADS < vectors) {
+                real values[WIDTH];
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++)
+                    values[j] = counted(at(loaded[u], j), softcap, is_capped);
+                add<WIDTH>(side, values, head + (v + u * THREADS) * WIDTH, scale, own);
+            }
+    }
+    for (int i = threadIdx.x; i < edges; i += THREADS) {
+        const int place = i < head ? i : i + vectors * WIDTH;
+        const real value = counted(to_real(x[place]), softcap, is_capped);
+        add<1>(side, &value, place, scale, own);
+    }
+    return block_merged(side, scale);
+}
+
+/* NaN of a row that has an infinite maximum, as of one that has NaN */
+INLINE double sum_exp(const Side &side)
+{
+    return safe_abs(side.max) < REAL_INFINITY ? side.rest + side.maxima : (double)(side.max - side.max);
+}
+
+/* One thread calls. */
+INLINE void write_side(const Side &side, real scale, double *numbers, long long *tokens, long long stride)
+{
+    const double sum = sum_exp(side);
+    numbers[0] = side.max == -REAL_INFINITY && side.nan_at == NOWHERE ? (double)side.max : (double)side.max * (double)scale + log(sum);
+    numbers[stride] = log(sum) - side.moment / sum;
+    tokens[0] = side.nan_at < NOWHERE ? side.nan_at : side.first < NOWHERE ? side.first : 0;
+    tokens[stride] = side.above;
+}
+
+#define DECLARE(kind) double kind;
+typedef struct {
+    EACH_KIND(DECLARE)
+    double q_minus_p, slope;
+    bool has_stable; /* whether some terms were found by the formula for rows that are not close */
+} Sums;
+
+INLINE void add_terms(Sums &sums, const Terms &terms)
+{
+#define ADD_TERM(kind) sums.kind += (double)terms.kind;
+    EACH_KIND(ADD_TERM)
+    sums.q_minus_p += (double)terms.q_minus_p;
+    sums.slope += (double)terms.slope;
+}
+
+template <int COUNT> INLINE void add_pair(Sums &sums, const real *x, const real *y, const Row &row, real x_lse, real y_lse, bool tries)
+{
+    real ratio = 0, above = -REAL_INFINITY;
+    bool is_number = true;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const real log_q = x[j] * row.input_inv_temperature - x_lse, log_p = y[j] * row.target_inv_temperature - y_lse;
+        const real apart = safe_abs(log_p - log_q), higher = log_p > log_q ? log_p : log_q;
+        is_number = is_number && apart < REAL_INFINITY;
+        ratio = apart > ratio ? apart : ratio;
+        above = higher > above ? higher : above;
+    }
+    Terms total = {};
+    const auto sum = [&](auto terms_of) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            const Terms terms = terms_of(x[j], y[j]);
+#define ADD_ELEMENT(kind) total.kind += terms.kind;
+            EACH_KIND(ADD_ELEMENT)
+            total.q_minus_p += terms.q_minus_p;
+            total.slope += terms.slope;
+        }
+    };
+    if (is_number && ratio < CLOSE_RATIO)
+        sum([&](real xj, real yj) { return close_terms(xj, yj, row); });
+#if !REAL_IS_DOUBLE
+    else if (tries && is_number && above < LIGHT_LOG_MASS) {
+        sum([&](real xj, real yj) { return stable_terms(xj, yj, row); });
+        sums.has_stable = true;
+    }
+#endif
+    else
+        sum([&](real xj, real yj) { return safe_terms(xj, yj, row); });
+    add_terms(sums, total);
+}
+
+INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries)
+{
+    Sums sums = {};
+    const real x_lse = row.input_max * row.input_inv_temperature + row.input_log_sum_exp;
+    const real y_lse = row.target_max * row.target_inv_temperature + row.target_log_sum_exp;
+    const int head = head_of(x, vocab), vectors = head_of(y, vocab) == head ? (vocab - head) / WIDTH : 0;
+    for (int v = threadIdx.x; v < vectors; v += THREADS) {
+        const Packed<X> xs = load(x + head + v * WIDTH);
+        const Packed<Y> ys = load(y + head + v * WIDTH);
+        real x_values[WIDTH], y_values[WIDTH];
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            x_values[j] = counted(at(xs, j), x_cap, INPUT_IS_CAPPED);
+            y_values[j] = counted(at(ys, j), y_cap, TARGET_IS_CAPPED);
+        }
+        add_pair<WIDTH>(sums, x_values, y_values, row, x_lse, y_lse, tries);
+    }
+    const int edges = vocab - vectors * WIDTH;
+    for (int i = threadIdx.x; i < edges; i += THREADS) {
+        const int place = i < head ? i : i + vectors * WIDTH;
+        const real x_value = counted(to_real(x[place]), x_cap, INPUT_IS_CAPPED);
+        const real y_value = counted(to_real(y[place]), y_cap, TARGET_IS_CAPPED);
+        add_pair<1>(sums, &x_value, &y_value, row, x_lse, y_lse, tries);
+    }
+#define SHARE(kind) sums.kind = block_sum(sums.kind);
+    EACH_KIND(SHARE)
+    sums.q_minus_p = block_sum(sums.q_minus_p);
+    sums.slope = block_sum(sums.slope);
+    sums.has_stable = block_sum((double)sums.has_stable) != 0;
+    return sums;
+}
+
+INLINE bool is_far(const Sums &sums)
+{
+#define IS_FAR(kind) && sums.kind > MIN_STABLE_SUM && sums.kind < MAX_SUM
+    return true EACH_KIND(IS_FAR);
+}
+
+INLINE Row row_of(const Side &input, const Side &target, real x_scale, real y_scale)
+{
+    const double x_sum = sum_exp(input), y_sum = sum_exp(target);
+    const double difference = ((double)target.max * (double)y_scale - (double)input.max * (double)x_scale) + (log(y_sum) - log(x_sum));
+    Row row = {};
+    row.input_inv_temperature = x_scale;
+    row.input_max = input.max;
+    row.input_inv_sum_exp = (real)(1 / x_sum);
+    row.input_log_sum_exp = (real)log(x_sum);
+    row.target_inv_temperature = y_scale;
+    row.target_max = target.max;
+    row.target_inv_sum_exp = (real)(1 / y_sum);
+    row.target_log_sum_exp = (real)log(y_sum);
+    row.log_z_diff_high = (real)difference;
+    row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+    return row;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+kullback_describe(const X *x, const Y *y, const long long *labels, double *numbers, long long *tokens, long long rows,
+                  long long vocab, long long x_stride, long long y_stride, double input_inv_temperature,
+                  double target_inv_temperature, double input_softcap, double target_softcap)
+{
+    const real x_scale = (real)input_inv_temperature, x_cap = (real)input_softcap;
+    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
+        const long long label = labels ? labels[r] : -1;
+        const X *from = x + r * x_stride;
+        const real own = label < 0 ? REAL_INFINITY : counted(to_real(from[label]), x_cap, INPUT_IS_CAPPED);
+        const Side input = side_of(from, (int)vocab, x_scale, x_cap, INPUT_IS_CAPPED, own);
+        if (threadIdx.x == 0)
+            write_side(input, x_scale, numbers + NUMBER_LSE * rows + r, tokens + TOKEN_TOP_TOKEN * rows + r, rows);
+#if HAS_TARGET
+        const real y_scale = (real)target_inv_temperature, y_cap = (real)target_softcap;
+        const Y *other = y + r * y_stride;
+        const real their_own = label < 0 ? REAL_INFINITY : counted(to_real(other[label]), y_cap, TARGET_IS_CAPPED);
+        const Side target = side_of(other, (int)vocab, y_scale, y_cap, TARGET_IS_CAPPED, their_own);
+        const Row row = row_of(input, target, x_scale, y_scale);
+        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, true);
+        if (sums.has_stable && !is_far(sums))
+            sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, false);
+        if (threadIdx.x == 0) {
+            write_side(target, y_scale, numbers + NUMBER_TARGET_LSE * rows + r, tokens + TOKEN_TARGET_TOP_TOKEN * rows + r, rows);
+            /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a
+               corner it is had as it is, and to the first order taken out. */
+            sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;
+            double *of_kind = numbers + NUMBER_KINDS * rows + r;
+#define WRITE(kind) *of_kind = sums.kind, of_kind += rows;
+            EACH_KIND(WRITE)
+        }
+#endif
+    }
+}
+
+}

@@ -1,0 +1,81 @@
+"""Every figure of rows of logits on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kullback.backends.arguments import parameters, table
+from kullback.backends.build import remember_failures
+from kullback.backends.cuda import plan
+from kullback.backends.cuda.launch import Launcher
+from kullback.backends.cuda.source import HERE, inlined, text
+from kullback.backends.printer import TYPES, print_macros, print_order, print_terms
+from kullback.work import Describe
+
+UNROLL = 2  # vectors in flight a thread
+MIN_BLOCKS = 2  # of a multiprocessor: of three registers are spilled
+MAX_VOCAB = 1 << 30  # places are counted in 32 bits
+
+Arguments = table(parameters(text(HERE / "describe.cuh"), "kullback_describe"))
+
+
+def why_not(work: Describe) -> str | None:
+    """Why this kernel cannot do the work, or None."""
+    vocab = work.input.size(1)
+    return f"the kernel takes {MAX_VOCAB} tokens at most; got {vocab}" if vocab > MAX_VOCAB else None
+
+
+def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target: bool) -> str:
+    """The whole CUDA file."""
+    double = torch.float64 in (x, y)
+    macros: dict[str, int | str] = {
+        "REAL_IS_DOUBLE": double,
+        "X": TYPES[x],
+        "Y": TYPES[y],
+        "WEIGHT": "double",
+        "LOSS": "float",
+        "THREADS": plan.THREADS,
+        "WIDTH": plan.width(x, y),
+        "UNROLL": UNROLL,
+        "MIN_BLOCKS": 1 if double else MIN_BLOCKS,
+        "INPUT_IS_CAPPED": capped[0],
+        "TARGET_IS_CAPPED": capped[1],
+        "HAS_TARGET": has_target,
+    }
+    prefixes = ("safe_", "close_", "stable_")[: 2 if double else 3]
+    printed = f'#include "cuda/close.cuh"\nnamespace kullback {{\n{print_terms(prefixes)}{print_order()}}}\n'
+    return print_macros(macros) + inlined("cuda/describe.cuh", {"cuda/terms.cuh": printed})
+
+
+@functools.cache
+@remember_failures
+def _launcher(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target: bool, index: int) -> Launcher:
+    return Launcher(source(x, y, capped, has_target), "kullback_describe", index)
+
+
+def run(work: Describe) -> None:
+    (input, target), x = work.problem.sides, work.input
+    y = x if work.target is None else work.target
+    labels = None if work.labels is None else work.labels.contiguous()
+    capped = input.softcap != 0, target.softcap != 0
+    launcher = _launcher(x.dtype, y.dtype, capped, work.target is not None, x.device.index)
+    launcher(
+        x.size(0),
+        *Arguments(
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            labels=0 if labels is None else labels.data_ptr(),
+            numbers=work.numbers.data_ptr(),
+            tokens=work.tokens.data_ptr(),
+            rows=x.size(0),
+            vocab=x.size(1),
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            input_inv_temperature=1 / input.temperature,
+            target_inv_temperature=1 / target.temperature,
+            input_softcap=input.softcap,
+            target_softcap=target.softcap,
+        ),
+    )
