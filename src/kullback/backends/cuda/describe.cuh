@@ -174,6 +174,16 @@ INLINE void add_terms(Sums &sums, const Terms &terms)
     sums.slope += (double)terms.slope;
 }
 
+/* The same numbers of COUNT elements */
+#define SUM_TERMS(terms_of)                                                    \
+    _Pragma("unroll") for (int j = 0; j < COUNT; j++) {                        \
+        const Terms terms = terms_of(x[j], y[j], row);                         \
+        EACH_KIND(ADD_ELEMENT)                                                 \
+        total.q_minus_p += terms.q_minus_p;                                    \
+        total.slope += terms.slope;                                            \
+    }
+#define ADD_ELEMENT(kind) total.kind += terms.kind;
+
 template <int COUNT> INLINE void add_pair(Sums &sums, const real *x, const real *y, const Row &row, real x_lse, real y_lse, bool tries)
 {
     real ratio = 0, above = -REAL_INFINITY;
@@ -187,26 +197,18 @@ template <int COUNT> INLINE void add_pair(Sums &sums, const real *x, const real 
         above = higher > above ? higher : above;
     }
     Terms total = {};
-    const auto sum = [&](auto terms_of) {
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            const Terms terms = terms_of(x[j], y[j]);
-#define ADD_ELEMENT(kind) total.kind += terms.kind;
-            EACH_KIND(ADD_ELEMENT)
-            total.q_minus_p += terms.q_minus_p;
-            total.slope += terms.slope;
-        }
-    };
-    if (is_number && ratio < CLOSE_RATIO)
-        sum([&](real xj, real yj) { return close_terms(xj, yj, row); });
+    if (is_number && ratio < CLOSE_RATIO) {
+        SUM_TERMS(close_terms)
+    }
 #if !REAL_IS_DOUBLE
     else if (tries && is_number && above < LIGHT_LOG_MASS) {
-        sum([&](real xj, real yj) { return stable_terms(xj, yj, row); });
+        SUM_TERMS(stable_terms)
         sums.has_stable = true;
     }
 #endif
-    else
-        sum([&](real xj, real yj) { return safe_terms(xj, yj, row); });
+    else {
+        SUM_TERMS(safe_terms)
+    }
     add_terms(sums, total);
 }
 
