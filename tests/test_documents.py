@@ -1,5 +1,6 @@
 """What documents say of kinds and results is what code and results say, in short sentences."""
 
+import inspect
 import json
 import re
 import runpy
@@ -8,7 +9,10 @@ from typing import get_args
 
 import pytest
 
+import kullback
+from kullback import choices
 from kullback.divergences import DIVERGENCES, Kind
+from kullback.forms import FORMS
 from tests import tables
 
 LONGEST = 30  # words
@@ -24,15 +28,25 @@ def test_tables_of_kinds(name):
     assert tables.rendered(name) == (tables.ROOT / name).read_text(encoding="utf-8")
 
 
-def test_editors_know_every_kind():
+def test_editors_know_every_choice():
     assert get_args(Kind) == tuple(DIVERGENCES)
+    assert get_args(choices.Form) == tuple(FORMS)
+
+
+@pytest.mark.parametrize("function", [getattr(kullback, name) for name in kullback.__all__], ids=kullback.__all__)
+def test_editors_complete_choices(function):
+    """A literal is in the annotation of every kind, form, reduction and tail."""
+    hints = inspect.signature(function).parameters.values()
+    named = [each for each in hints if each.name.rpartition("_")[2] in ("kind", "form", "reduction", "tail")]
+    known = ("Kind", "Form", "Reduction", "Tail", "ElementwiseForm", "ElementwiseReduction")
+    assert all(each.annotation.partition(" |")[0] in known for each in named)
 
 
 def test_the_picture_shows_the_results():
     """After new results: make pictures."""
     picture = runpy.run_path(str(tables.ROOT / "benchmarks/picture.py"))
     shown = re.findall(r"<!-- (.*?) -->", picture["PICTURE"].read_text(encoding="utf-8"))
-    shown = [text.removesuffix(" →") for text in shown]
+    shown = [text.removesuffix(picture["BEYOND"]) for text in shown]
     results = json.loads(picture["RESULTS"].read_text(encoding="utf-8"))["results"]
     results = [r for r in results if r["case"]["source"] == "real"]
     assert len(results) == 6
