@@ -126,6 +126,7 @@ def test_it_runs_where_nothing_else_is_installed(built, tmp_path):
     [
         ("citation-file-format", "CITATION.cff"),
         ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/idea.yml"),
         ("github-workflows", ".github/workflows/ci.yml"),
         ("github-workflows", ".github/workflows/release.yml"),
     ],
