@@ -393,6 +393,22 @@ def first_use():
     return "\n".join(lines)
 
 
+def smollm2():
+    """What examples/smollm2.py found."""
+    found = load("cpu/smollm2")
+    first, last = found["curve"][0], found["curve"][-1]
+    lines = header("", "perplexity of unseen text", "kl from the teacher, nats a token")
+    lines.append(f"| teacher, {found['layers']} layers | {first['teacher_perplexity']:.1f} | 0 |")
+    removed = ", ".join(map(str, found["removed"]))
+    lines.append(f"| student, without layers {removed} | {first['perplexity']:.1f} | {first['kl']:.3f} |")
+    told = f"student after {found['steps']} steps of {found['window']} tokens"
+    lines.append(f"| {told} | {last['perplexity']:.1f} | {last['kl']:.3f} |")
+    minutes, threads = found["seconds"] / 60, found["threads"]
+    by = "one thread" if threads == 1 else f"{threads} threads"
+    said = f"{found['unseen_tokens']} tokens were judged. It took {minutes:.0f} minutes with {by}."
+    return "\n".join([*lines, "", said])
+
+
 def between(begin, end, table):
     pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.S)
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
@@ -448,6 +464,7 @@ FILES = {
     **KINDS,
     "docs/numerics.md": REGIMES,
     "docs/performance.md": performance,
+    "docs/examples.md": section("smollm2", smollm2),
     "docs/transformers.md": section("integrations", integrations),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }

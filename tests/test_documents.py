@@ -16,7 +16,7 @@ from kullback.forms import FORMS
 from tests import tables
 
 LONGEST = 30  # words
-PROSE = [tables.ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PROSE = [tables.ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PROSE += sorted((tables.ROOT / "docs").rglob("*.md"))
 # A measurement: a number and its unit
 FIGURE = re.compile(r"(?<!\w)\d[\d.,]*\s?(?:ms|µs|us|s|seconds|minutes|[KMG]i?B|kB|TB/s|%|times)(?!\w)")
@@ -57,6 +57,15 @@ def test_the_picture_shows_the_results():
             shown.remove(f"{picture['NAMES'][name]} {time:.1f}")
 
 
+def test_the_curve_shows_the_results():
+    """After a new run of examples/smollm2.py: make pictures."""
+    picture = runpy.run_path(str(tables.ROOT / "benchmarks/picture.py"))
+    shown = re.findall(r"<!-- (.*?) -->", picture["CURVE_PICTURE"].read_text(encoding="utf-8"))
+    curve = json.loads(picture["CURVE"].read_text(encoding="utf-8"))["curve"]
+    assert f"teacher: {curve[0]['teacher_perplexity']:.1f}" in shown
+    assert all(f"{point['perplexity']:.1f}" in shown for point in (curve[0], curve[-1]))
+
+
 def test_every_example_runs():
     """Of every page; docs/transformers.md by `make test-integrations`."""
     settings = tomllib.loads((tables.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -81,6 +90,19 @@ def sentences(text):
         yield from (s for s in re.split(r"(?<=[.!?])[*)]*\s+", " ".join(paragraph.split())) if s)
 
 
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_lead_somewhere(name):
+    """In files that are no part of the site; of its pages `make docs` sees to that."""
+    for link in re.findall(r"\]\(([^)]*)\)", (tables.ROOT / name).read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        assert link.startswith("https://") or (tables.ROOT / path).exists(), link
+        assert link.startswith("https://") or not anchor, link
+
+
+def test_the_readme_is_short():
+    assert len((tables.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_no_time_is_typed():
     """What is measured is rendered from results: of docs/performance.md nothing else has a figure."""
     text = (tables.ROOT / "docs/performance.md").read_text(encoding="utf-8")
@@ -95,6 +117,25 @@ def test_no_time_is_typed():
 def test_sentences_are_short(path):
     long = [s for s in sentences(path.read_text(encoding="utf-8")) if len(s.split()) > LONGEST]
     assert not long
+
+
+# What reviews found that no reader knows: the field's word is beside it
+PRIVATE = {
+    "survey": "statistics",
+    "tame": "in range",
+    "mail(?:box)?": "slot of an exchange",
+    "letters": "messages",
+    "slab": "slice",
+    "foretold": "predicted",
+    "lean": "coupling",
+    "affinity": "Chernoff coefficient",
+}
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(tables.ROOT)))
+def test_words_are_the_fields(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(rf"\b(?:{'|'.join(PRIVATE)})s?\b", text, re.I)
 
 
 def test_sentences_are_told_apart():
