@@ -393,6 +393,35 @@ def first_use():
     return "\n".join(lines)
 
 
+def near():
+    """KL of float32 logits near p = q on C, beside PyTorch's."""
+    names = ("value", "gradient", "negative rows")
+    lines = header("offset", "KL", *(f"{who}: {name}" for who in ("kullback", "PyTorch") for name in names))
+    for of in load("cpu/near")["results"]:
+        cells = " | ".join(
+            f"{of[f'{who}_value']:.0e} | {of[f'{who}_gradient']:.0e} | {of[f'{who}_negative']}"
+            for who in ("kullback", "torch")
+        )
+        lines.append(f"| {of['offset']:.0f} | {of['kl']:.0e} | {cells} |")
+    return "\n".join(lines)
+
+
+def near_on_a_gpu():
+    """The worst of all vocabularies and offsets on an H200, of values above 1e-9, and gradients."""
+    kinds = ("kl", "jensen_shannon")
+    lines = header("eps", *(f"{kind}: {name}" for kind in kinds for name in ("value", "gradient")))
+    results = [r for r in load("h200/accuracy")["results"] if (r["dtype"], r["teacher"]) == ("float32", "plain")]
+    for eps in sorted({r["eps"] for r in results} - {0.0}, reverse=True):
+        cells = []
+        for kind in kinds:
+            found = [r for r in results if (r["eps"], r["kind"]) == (eps, kind)]
+            values = [max(r.get("value", 0.0), r.get("tiny", 0.0)) for r in found]
+            gradients = [max(r["written"], r["again"]) for r in found]
+            cells += [f"{max(values):.0e}", f"{max(gradients):.0e}"]
+        lines.append(f"| {eps:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def smollm2():
     """What examples/smollm2.py found."""
     found = load("cpu/smollm2")
@@ -452,9 +481,12 @@ PERFORMANCE = (
 )
 
 
-def performance(text):
+NUMERICS = (section("near", near), section("near, H200", near_on_a_gpu), REGIMES)
+
+
+def each(sections, text):
     counts = []
-    for table in PERFORMANCE:
+    for table in sections:
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)
@@ -462,8 +494,8 @@ def performance(text):
 
 FILES = {
     **KINDS,
-    "docs/numerics.md": REGIMES,
-    "docs/performance.md": performance,
+    "docs/numerics.md": functools.partial(each, NUMERICS),
+    "docs/performance.md": functools.partial(each, PERFORMANCE),
     "docs/examples.md": section("smollm2", smollm2),
     "docs/transformers.md": section("integrations", integrations),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
