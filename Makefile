@@ -60,7 +60,7 @@ sanitize:                        ## the same machine; compute-sanitizer is of th
 mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place at a time; lists what no test noticed
 	$(BIN)/python -m tests.mutate
 
-tables: $(VENV)/.installed       ## the tables of kinds in documents
+tables: $(VENV)/.installed       ## the tables of kinds and results in documents
 	$(BIN)/python -m tests.tables
 
 pictures: $(VENV)/.installed     ## what documents show of results
@@ -75,7 +75,7 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 docs: $(DOCS)/.installed         ## the site, into build/site
-	$(DOCS)/bin/mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --site-dir build/site
 
 $(REAL)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(REAL)

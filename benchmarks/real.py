@@ -171,7 +171,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=rows.FOLDER, help="folder for the file")
     parser.add_argument("--steps", type=int, default=30, help="of the distillation; 0 leaves that student out")
     parser.add_argument("--tables", action="store_true", help="print what kullback.cli.rows has of an existing file")
+    parser.add_argument("--json", type=Path, help="write what an existing file's students are like, for documents")
     arguments = parser.parse_args()
+    if arguments.json:
+        _, about = rows.read(rows.find(str(arguments.out)))
+        report = {"rows": about, "students": rows.figures(arguments.out)}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return
     if arguments.tables:
         print(teachers_table(str(arguments.out)), *students_table(str(arguments.out)), sep="\n")
         return

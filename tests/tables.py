@@ -7,9 +7,11 @@ import re
 import runpy
 from pathlib import Path
 
+from kullback.cli import rows
 from kullback.divergences import DIVERGENCES
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 BEGIN, END = "<!-- kinds: written by `make tables` -->", "<!-- end of kinds -->"
 
 
@@ -235,6 +237,207 @@ def ranks():
     return "\n".join(lines)
 
 
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def header(*names):
+    return [f"| {' | '.join(names)} |", "|---|" + "---|" * (len(names) - 1)]
+
+
+def best(found, names):
+    """The rival that is first, and how many times our time it takes."""
+    times = {name: found[name] for name in names if name in found}
+    first = min(times, key=times.get)
+    return f"{first}, {times[first] / found['kullback']:.1f}"
+
+
+def summary():
+    """A line for each kind of input: our time, the floor's share in it, eager PyTorch's, and the next best."""
+    lines = header("", "kullback", "of the floor", "eager", "next best, times as long")
+    rest = ("torch.compile", "liger", "liger chunked", "liger fused", "trl chunked", "fast-llm", "eager")
+
+    def line(of, found, share):
+        lines.append(f"| {of} | {found['kullback']:.2f} | {share:.2f} | {found['eager']:.2f} | {best(found, rest)} |")
+
+    def seconds(result, task):
+        return {e["name"]: e["seconds"] * 1e3 for e in result["results"] if e.get("task", task) == task}
+
+    for result in load("h200/cases"):
+        case, found = result["case"], seconds(result, "forward")
+        if (case["kind"], case["form"], case["dtype"]) == ("kl", "probs", "float32"):
+            ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward"))
+            line(f"kl of probabilities, {case['rows']} × {case['vocab']}, forward", found, ours["of_ceiling"])
+    for result in load("h200/real_rivals")["results"]:
+        case, found = result["case"], seconds(result, "forward + gradient")
+        if case["source"] == "real" and case["student"] == "bits5":
+            ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward + gradient"))
+            line(f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}", found, ours["of_ceiling"])
+    for result in load("h200/linear")["linear"]:
+        case, found = result["case"], seconds(result, None)
+        if case["rows"] == 4096 and not case["near"]:
+            share = result["floor_seconds"] * 1e3 / found["kullback"]
+            line(f"{case['kind']} of hidden states, {case['rows']} × {case['hidden']} × {case['vocab']}", found, share)
+    return "\n".join(lines)
+
+
+def ceiling():
+    """What only reading two tensors takes."""
+    lines, shown = header("dtype", "reading both, ms", "TB/s", "three times one tensor's read, ms"), set()
+    for result in load("h200/cases"):
+        dtype = result["case"]["dtype"]
+        if dtype not in shown:
+            shown.add(dtype)
+            milliseconds = result["read_seconds"] * 1e3
+            speed = result["read_terabytes_a_second"]
+            lines.append(f"| {dtype} | {milliseconds:.3f} | {speed:.2f} | {1.5 * milliseconds:.2f} |")
+    return "\n".join(lines)
+
+
+def students():
+    """What a language model's rows are like, and how they were made."""
+    report = load("cpu/students")
+    made = report["rows"]
+    told = {name: f"noise of {size:.0%} on the teacher's hidden states" for name, size in rows.NOISE.items()}
+    told |= {**made["students"], "identical": "the teacher itself"}
+    found = dict(sorted(report["students"].items(), key=lambda item: -item[1]["mean"]))
+    lines = [*header("student", "what it is"), *(f"| {name} | {told[name]} |" for name in found)]
+    said = f"The teacher's perplexity is {made['perplexity']['teacher']:.1f}. The text is {made['text']}."
+    return "\n".join([*lines, "", rows.table(found), "", said])
+
+
+def cpu():
+    lines = header("backend, allocator", "", "kullback", "reading both", "torch.compile", "eager")
+    for backend in ("c", "torch"):
+        for allocator in ("default", "retained"):
+            result = next(
+                r
+                for r in load(f"cpu/{backend}_{allocator}")
+                if (r["case"]["kind"], r["case"]["form"], r["case"]["dtype"]) == ("kl", "probs", "float32")
+            )
+            found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+            for task in TASKS[:2]:
+                ours, *rivals = (f"{found[name, task]:.1f}" for name in ("kullback", "torch.compile", "eager"))
+                read = f"{result['read_seconds'] * 1e3:.1f}"
+                lines.append(f"| {backend}, {allocator} | {task} | {ours} | {read} | {' | '.join(rivals)} |")
+    return "\n".join(lines)
+
+
+def logits_on_a_cpu():
+    lines = header("backend, allocator", "case", "", "kullback", "torch.compile", "eager")
+    for backend, allocator, name in (
+        ("c", "default", "c_default"),
+        ("c", "retained", "logits_retained"),
+        ("torch", "default", "logits_torch"),
+    ):
+        for result in load(f"cpu/{name}"):
+            case = result["case"]
+            if case["form"] != "logits":
+                continue
+            found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+            dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
+            for task in TASKS[:2]:
+                cells = " | ".join(f"{found[each, task]:.0f}" for each in ("kullback", "torch.compile", "eager"))
+                of = f"{case['kind']}, {case['rows']} × {case['vocab']}{dtype}"
+                lines.append(f"| {backend}, {allocator} | {of} | {task} | {cells} |")
+    return "\n".join(lines)
+
+
+def long_batches():
+    lines = header("tokens", "microseconds a token", "GB above the gradients")
+    for count, of in sorted(load("h200/linear")["long"].items(), key=lambda item: int(item[0])):
+        lines.append(f"| {count} | {of['microseconds_a_token']:.2f} | {of['peak_bytes_above_gradients'] / 1e9:.1f} |")
+    return "\n".join(lines)
+
+
+def topk():
+    lines = header("", "tokens of the teacher", "forward", "forward + gradient")
+    for device, name in (("an H200", "h200"), ("two cores", "cpu")):
+        for result in load(f"{name}/linear")["topk"]:
+            case = result["case"]
+            cells = (
+                f"{result['forward_seconds'] * 1e3:.2f} ({result['forward_of_ceiling']:.2f})",
+                f"{result['seconds'] * 1e3:.2f} ({result['of_ceiling']:.2f})",
+            )
+            lines.append(f"| {device}, {case['rows']} × {case['vocab']} | {case['k']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def all_gather():
+    lines = header("bytes of a rank", "all-gather, µs")
+    for size, seconds in load("h100/parallel")["all_gather_seconds"].items():
+        lines.append(f"| {size} | {seconds * 1e6:.0f} |")
+    return "\n".join(lines)
+
+
+def host():
+    names = {
+        "kullback": "kl_div of probs",
+        "kullback, logits": "kl of logits",
+        "eager": "eager PyTorch",
+        "nothing": "a Function that computes nothing",
+    }
+    lines = header("rows × vocab", "", *names.values())
+    for of in load("h200/host")["host"]:
+        for task in TASKS[:2]:
+            found = (of["microseconds"][f"{name}, {task}"] for name in names)
+            cells = " | ".join(f"{each['median']:.0f} ({each['fastest']:.0f})" for each in found)
+            lines.append(f"| {of['rows']} × {of['vocab']} | {task} | {cells} |")
+    return "\n".join(lines)
+
+
+def first_use():
+    lines = header("", "empty cache, s", "from the cache, ms")
+    for form, of in load("h200/host")["first_use"].items():
+        lines.append(f"| {form} | {of['cold']:.2f} | {of['warm'] * 1e3:.0f} |")
+    return "\n".join(lines)
+
+
+def near():
+    """KL of float32 logits near p = q on C, beside PyTorch's."""
+    names = ("value", "gradient", "negative rows")
+    lines = header("offset", "KL", *(f"{who}: {name}" for who in ("kullback", "PyTorch") for name in names))
+    for of in load("cpu/near")["results"]:
+        cells = " | ".join(
+            f"{of[f'{who}_value']:.0e} | {of[f'{who}_gradient']:.0e} | {of[f'{who}_negative']}"
+            for who in ("kullback", "torch")
+        )
+        lines.append(f"| {of['offset']:.0f} | {of['kl']:.0e} | {cells} |")
+    return "\n".join(lines)
+
+
+def near_on_a_gpu():
+    """The worst of all vocabularies and offsets on an H200, of values above 1e-9, and gradients."""
+    kinds = ("kl", "jensen_shannon")
+    lines = header("eps", *(f"{kind}: {name}" for kind in kinds for name in ("value", "gradient")))
+    results = [r for r in load("h200/accuracy")["results"] if (r["dtype"], r["teacher"]) == ("float32", "plain")]
+    for eps in sorted({r["eps"] for r in results} - {0.0}, reverse=True):
+        cells = []
+        for kind in kinds:
+            found = [r for r in results if (r["eps"], r["kind"]) == (eps, kind)]
+            values = [max(r.get("value", 0.0), r.get("tiny", 0.0)) for r in found]
+            gradients = [max(r["written"], r["again"]) for r in found]
+            cells += [f"{max(values):.0e}", f"{max(gradients):.0e}"]
+        lines.append(f"| {eps:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def smollm2():
+    """What examples/smollm2.py found."""
+    found = load("cpu/smollm2")
+    first, last = found["curve"][0], found["curve"][-1]
+    lines = header("", "perplexity of unseen text", "kl from the teacher, nats a token")
+    lines.append(f"| teacher, {found['layers']} layers | {first['teacher_perplexity']:.1f} | 0 |")
+    removed = ", ".join(map(str, found["removed"]))
+    lines.append(f"| student, without layers {removed} | {first['perplexity']:.1f} | {first['kl']:.3f} |")
+    told = f"student after {found['steps']} steps of {found['window']} tokens"
+    lines.append(f"| {told} | {last['perplexity']:.1f} | {last['kl']:.3f} |")
+    minutes, threads = found["seconds"] / 60, found["threads"]
+    by = "one thread" if threads == 1 else f"{threads} threads"
+    said = f"{found['unseen_tokens']} tokens were judged. It took {minutes:.0f} minutes with {by}."
+    return "\n".join([*lines, "", said])
+
+
 def between(begin, end, table):
     pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.S)
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
@@ -254,6 +457,16 @@ def section(name, table):
 
 REGIMES = section("regimes", regimes)
 PERFORMANCE = (
+    section("summary", summary),
+    section("ceiling", ceiling),
+    section("students", students),
+    section("CPU", cpu),
+    section("logits, CPU", logits_on_a_cpu),
+    section("long", long_batches),
+    section("topk", topk),
+    section("all-gather", all_gather),
+    section("host", host),
+    section("first use", first_use),
     section("literal", literal),
     section("logits, far", functools.partial(logits, 1.0)),
     section("logits, close", functools.partial(logits, 0.03)),
@@ -268,9 +481,12 @@ PERFORMANCE = (
 )
 
 
-def performance(text):
+NUMERICS = (section("near", near), section("near, H200", near_on_a_gpu), REGIMES)
+
+
+def each(sections, text):
     counts = []
-    for table in PERFORMANCE:
+    for table in sections:
         text, count = table(text)
         counts.append(count)
     return text, math.prod(counts)
@@ -278,8 +494,9 @@ def performance(text):
 
 FILES = {
     **KINDS,
-    "docs/numerics.md": REGIMES,
-    "docs/performance.md": performance,
+    "docs/numerics.md": functools.partial(each, NUMERICS),
+    "docs/performance.md": functools.partial(each, PERFORMANCE),
+    "docs/examples.md": section("smollm2", smollm2),
     "docs/transformers.md": section("integrations", integrations),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }

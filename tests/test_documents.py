@@ -1,5 +1,6 @@
 """What documents say of kinds and results is what code and results say, in short sentences."""
 
+import inspect
 import json
 import re
 import runpy
@@ -8,12 +9,17 @@ from typing import get_args
 
 import pytest
 
+import kullback
+from kullback import choices
 from kullback.divergences import DIVERGENCES, Kind
+from kullback.forms import FORMS
 from tests import tables
 
 LONGEST = 30  # words
-PROSE = [tables.ROOT / name for name in ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md", "docs/compare.md")]
-PROSE += sorted((tables.ROOT / "docs/guides").glob("*.md"))
+PROSE = [tables.ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+PROSE += sorted((tables.ROOT / "docs").rglob("*.md"))
+# A measurement: a number and its unit
+FIGURE = re.compile(r"(?<!\w)\d[\d.,]*\s?(?:ms|µs|us|s|seconds|minutes|[KMG]i?B|kB|TB/s|%|times)(?!\w)")
 
 
 @pytest.mark.parametrize("name", tables.FILES)
@@ -22,15 +28,25 @@ def test_tables_of_kinds(name):
     assert tables.rendered(name) == (tables.ROOT / name).read_text(encoding="utf-8")
 
 
-def test_editors_know_every_kind():
+def test_editors_know_every_choice():
     assert get_args(Kind) == tuple(DIVERGENCES)
+    assert get_args(choices.Form) == tuple(FORMS)
+
+
+@pytest.mark.parametrize("function", [getattr(kullback, name) for name in kullback.__all__], ids=kullback.__all__)
+def test_editors_complete_choices(function):
+    """A literal is in the annotation of every kind, form, reduction and tail."""
+    hints = inspect.signature(function).parameters.values()
+    named = [each for each in hints if each.name.rpartition("_")[2] in ("kind", "form", "reduction", "tail")]
+    known = ("Kind", "Form", "Reduction", "Tail", "ElementwiseForm", "ElementwiseReduction")
+    assert all(each.annotation.partition(" |")[0] in known for each in named)
 
 
 def test_the_picture_shows_the_results():
     """After new results: make pictures."""
     picture = runpy.run_path(str(tables.ROOT / "benchmarks/picture.py"))
     shown = re.findall(r"<!-- (.*?) -->", picture["PICTURE"].read_text(encoding="utf-8"))
-    shown = [text.removesuffix(" →") for text in shown]
+    shown = [text.removesuffix(picture["BEYOND"]) for text in shown]
     results = json.loads(picture["RESULTS"].read_text(encoding="utf-8"))["results"]
     results = [r for r in results if r["case"]["source"] == "real"]
     assert len(results) == 6
@@ -39,6 +55,15 @@ def test_the_picture_shows_the_results():
         assert any(text.startswith(f"floor {floor:.1f}:") for text in shown)
         for name, time in found.items():
             shown.remove(f"{picture['NAMES'][name]} {time:.1f}")
+
+
+def test_the_curve_shows_the_results():
+    """After a new run of examples/smollm2.py: make pictures."""
+    picture = runpy.run_path(str(tables.ROOT / "benchmarks/picture.py"))
+    shown = re.findall(r"<!-- (.*?) -->", picture["CURVE_PICTURE"].read_text(encoding="utf-8"))
+    curve = json.loads(picture["CURVE"].read_text(encoding="utf-8"))["curve"]
+    assert f"teacher: {curve[0]['teacher_perplexity']:.1f}" in shown
+    assert all(f"{point['perplexity']:.1f}" in shown for point in (curve[0], curve[-1]))
 
 
 def test_every_example_runs():
@@ -65,10 +90,52 @@ def sentences(text):
         yield from (s for s in re.split(r"(?<=[.!?])[*)]*\s+", " ".join(paragraph.split())) if s)
 
 
-@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+def test_links_lead_somewhere(name):
+    """In files that are no part of the site; of its pages `make docs` sees to that."""
+    for link in re.findall(r"\]\(([^)]*)\)", (tables.ROOT / name).read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        assert link.startswith("https://") or (tables.ROOT / path).exists(), link
+        assert link.startswith("https://") or not anchor, link
+
+
+def test_the_readme_is_short():
+    assert len((tables.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_no_time_is_typed():
+    """What is measured is rendered from results: of docs/performance.md nothing else has a figure."""
+    text = (tables.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    rendered = r"<!-- (.*?): written by `make tables` -->.*?<!-- end of \1 -->"
+    names = re.findall(rendered, text, re.S)
+    assert len(names) == len(set(names)) == len(tables.PERFORMANCE)
+    typed = [s for s in sentences(re.sub(rendered, "", text, flags=re.S)) if FIGURE.search(s)]
+    assert not typed
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(tables.ROOT)))
 def test_sentences_are_short(path):
     long = [s for s in sentences(path.read_text(encoding="utf-8")) if len(s.split()) > LONGEST]
     assert not long
+
+
+# What reviews found that no reader knows: the field's word is beside it
+PRIVATE = {
+    "survey": "statistics",
+    "tame": "in range",
+    "mail(?:box)?": "slot of an exchange",
+    "letters": "messages",
+    "slab": "slice",
+    "foretold": "predicted",
+    "lean": "coupling",
+    "affinity": "Chernoff coefficient",
+}
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(tables.ROOT)))
+def test_words_are_the_fields(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(rf"\b(?:{'|'.join(PRIVATE)})s?\b", text, re.I)
 
 
 def test_sentences_are_told_apart():

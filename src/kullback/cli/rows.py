@@ -162,22 +162,38 @@ def made(student: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -
 
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+CLOSE = 0.02  # kernels sum rows below it once more
+
+
+def figures(source: str | Path, rows: int = 4096) -> dict[str, dict[str, Any]]:
+    """Of each student: its perplexity, where it was measured, and what its kl from the teacher is over rows."""
+    _, about = read(find(str(source)))
+    found = {}
+    for name in students(str(source)):
+        kl = kullback.divergence(*load(str(source), name, rows, torch.float32, "cpu"), "kl", reduction="none")
+        found[name] = {
+            "perplexity": about["perplexity"].get(name),
+            "mean": kl.mean().item(),
+            "quantiles": dict(zip(map(str, QUANTILES), kl.quantile(torch.tensor(QUANTILES)).tolist(), strict=True)),
+            "below": (kl < CLOSE).float().mean().item(),
+        }
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown of `figures`."""
+    lines = [
+        "| student | perplexity | kl mean | " + " / ".join(f"{q:.0%}" for q in QUANTILES) + f" | below {CLOSE} |",
+        "|---|---|---|---|---|",
+    ]
+    for name, of in found.items():
+        quantiles = " / ".join(f"{value:.2g}" for value in of["quantiles"].values())
+        told = "" if of["perplexity"] is None else f"{of['perplexity']:.2f}"
+        lines.append(f"| {name} | {told} | {of['mean']:.2g} | {quantiles} | {of['below']:.0%} |")
+    return "\n".join(lines)
 
 
 def describe(source: str | Path, rows: int = 4096) -> str:
     """Markdown: what the teacher's rows and each student's kl are like."""
     _, about = read(find(str(source)))
-    lines = [
-        "| student | perplexity | kl mean | " + " / ".join(f"{q:.0%}" for q in QUANTILES) + " | below 0.02 |",
-        "|---|---|---|---|---|",
-    ]
-    perplexity = about["perplexity"]
-    for name in students(str(source)):
-        x, y = load(str(source), name, rows, torch.float32, "cpu")
-        kl = kullback.divergence(x, y, "kl", reduction="none")
-        quantiles = " / ".join(f"{v:.2g}" for v in kl.quantile(torch.tensor(QUANTILES)).tolist())
-        below = (kl < 0.02).float().mean().item()
-        told = f"{perplexity[name]:.2f}" if name in perplexity else ""
-        lines.append(f"| {name} | {told} | {kl.mean().item():.2g} | {quantiles} | {below:.0%} |")
-    lines.append(f"\nThe teacher's perplexity is {perplexity['teacher']:.2f}.")
-    return "\n".join(lines)
+    return f"{table(figures(source, rows))}\n\nThe teacher's perplexity is {about['perplexity']['teacher']:.2f}."
