@@ -139,6 +139,59 @@ def alone(device):
     yield {"rows": rows, "vocab": vocab, "error": errors}, found
 
 
+def written_figures(x, y, labels):
+    """As users write them: eleven calls on float32 copies."""
+    log_q, log_p = x.float().log_softmax(-1), y.float().log_softmax(-1)
+    q, p = log_q.exp(), log_p.exp()
+    log_m = (0.5 * (p + q)).log()
+    of_m = F.kl_div(log_m, log_p, reduction="none", log_target=True) + F.kl_div(
+        log_m, log_q, reduction="none", log_target=True
+    )
+    own = labels.unsqueeze(-1)
+    return {
+        "kl": F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1),
+        "reverse_kl": F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1),
+        "jensen_shannon": 0.5 * of_m.sum(-1),
+        "total_variation": 0.5 * (p - q).abs().sum(-1),
+        "entropy": -(q * log_q).sum(-1),
+        "target_entropy": -(p * log_p).sum(-1),
+        "top_token": x.argmax(-1),
+        "target_top_token": y.argmax(-1),
+        "label_log_prob": log_q.gather(-1, own),
+        "label_rank": (x > x.gather(-1, own)).sum(-1),
+        "target_label_rank": (y > y.gather(-1, own)).sum(-1),
+    }
+
+
+def figures(device):
+    """`row_statistics`, which has all of these and their log-sum-exps."""
+    cases = [GPU] if device == "cuda" else [(255, 49152, torch.float32), (64, 128256, torch.float16)]
+    for (rows, vocab, dtype), student in itertools.product(cases, STUDENTS):
+        x, y = model_rows.made(student, rows, vocab, dtype, device)
+        labels = torch.randint(0, vocab, (rows,), device=device)
+        found, part = kullback.row_statistics(x, y, labels), slice(0, rows, rows // 32)
+        truth = written_figures(x[part].double(), y[part].double(), labels[part])
+        kinds = ("kl", "reverse_kl", "jensen_shannon", "total_variation", "entropy", "target_entropy")
+        error = {
+            name: ((getattr(found, name)[part].double() - truth[name]) / truth[name]).abs().max().item()
+            for name in kinds
+        }
+        step = rows // 8  # of float32 copies no more fits
+        calls = {
+            "row_statistics": lambda x=x, y=y, labels=labels: kullback.row_statistics(x, y, labels),
+            "the input alone": lambda x=x, labels=labels: kullback.row_statistics(x, labels=labels),
+            "kl alone": lambda x=x, y=y: kullback.divergence(x, y, reduction="none"),
+            "eleven calls": lambda x=x, y=y, labels=labels, step=step: [
+                written_figures(*of) for of in zip(x.split(step), y.split(step), labels.split(step), strict=True)
+            ],
+        }
+        seconds = times(calls, device, 20 if device == "cuda" else 7)
+        out = torch.empty_like(x)  # a copy reads and writes as much as is read here
+        read = (lambda x=x, out=out: out.copy_(x)) if device == "cuda" else (lambda x=x, y=y: (x.amax(), y.amax()))
+        seconds["reading both"] = times({"": read}, device, 20)[""]
+        yield {"rows": rows, "vocab": vocab, "dtype": str(dtype)[6:], "student": student, "error": error}, seconds
+
+
 def linear(device):
     rows, width, vocab, dtype = LINEAR_GPU if device == "cuda" else LINEAR_CPU
     torch.manual_seed(0)
@@ -158,14 +211,19 @@ def linear(device):
     yield {"rows": rows, "hidden": width, "vocab": vocab}, times(calls, device, 10 if device == "cuda" else 7)
 
 
+PARTS = (dense, alone, figures, linear)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for labels.json")
-    out = parser.parse_args().out
+    parser.add_argument("--only", nargs="+", choices=[part.__name__ for part in PARTS], help="parts of it")
+    given = parser.parse_args()
+    out, chosen = given.out, given.only
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = {"provenance": bench.provenance(device), "results": []}
-    for part in (dense, alone, linear):
+    for part in PARTS if chosen is None else [part for part in PARTS if part.__name__ in chosen]:
         for case, found in part(device):
             torch._dynamo.reset()
             report["results"].append({"part": part.__name__, "case": case, "seconds": found})
