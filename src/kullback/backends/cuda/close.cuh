@@ -1,4 +1,5 @@
-/* Operations of formula.py where both masses of an element are nearly equal: of two ways to a value the one right there. */
+/* Operations of formula.py, of two ways to a value the one that is right where both masses of an element are nearly equal
+   (close_), or where an element is light, a number, and of a row that is not close (light_). */
 #pragma once
 
 #include "cuda/vector.cuh"
@@ -27,6 +28,21 @@ INLINE real close_small_expm1(real x) { return x + exp_remainder_series(-x); }
 #else
 #define close_mixture fast_mixture
 #define close_fraction in_range_ratio_or_zero
+
+#define light_abs safe_abs
+#define light_half_sign safe_half_sign
+#define light_small_expm1 close_small_expm1
+#define light_small_bennett safe_small_bennett
+#define light_small_exp_remainder exp_remainder_series
+#define light_logit_mass stable_logit_mass
+#define light_logit_difference stable_logit_difference
+#define light_logit_log_fraction safe_logit_log_fraction
+#define light_select_near fast_select_near
+#define light_mass_times fast_mass_times
+#define light_mixture fast_mixture
+#define light_fraction in_range_ratio_or_zero
+#define light_log_mix fast_log_mix
+#define light_exp fast_exp
 #endif
 
 }

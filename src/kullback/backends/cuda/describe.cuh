@@ -12,9 +12,9 @@ namespace kullback {
 
 enum { NOWHERE = 0x7fffffff };
 #define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
-/* The largest log-mass of light tokens: what they lose by terms that have no guards is nothing where the row is not close. */
+/* The largest log-mass of light tokens: what they lose by terms of far ones is nothing where the row is not close. */
 #define LIGHT_LOG_MASS (real)-6.9314718
-#define MIN_STABLE_SUM 2e-3
+#define MIN_LIGHT_SUM 5e-4
 #define MAX_SUM 1e15
 
 /* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
@@ -51,16 +51,25 @@ INLINE Side merged(Side a, Side b, real scale)
              a.maxima + b.maxima, a.rest + b.rest, a.moment + b.moment };
 }
 
-/* COUNT elements of a row, from place `start` on */
-template <int COUNT> INLINE void add(Side &side, const real *values, int start, real scale, real own)
+/* COUNT elements of a row, from place `start` on, where they are the thread's to add. All of a warp call, and have one
+   maximum: one that each had for itself would seldom be the same step's, and a warp waits for all. */
+template <int COUNT> INLINE void add(Side &side, const real *values, int start, bool is_here, real scale, real own)
 {
-    real top = side.max, rest = 0, moment = 0;
+    real top = -REAL_INFINITY, rest = 0, moment = 0;
     int maxima = 0;
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-        top = values[j] > top ? values[j] : top;
-    if (top > side.max)
+        top = is_here && values[j] > top ? values[j] : top;
+    if (!warp_all(!(top > side.max))) {
+#pragma unroll
+        for (int step = WARP / 2; step; step /= 2) {
+            const real other = shfl_xor(top, step);
+            top = other > top ? other : top;
+        }
         rescale(side, top, scale);
+    }
+    if (!is_here)
+        return;
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
         const real exponent = (values[j] - side.max) * scale, mass = safe_exp(exponent);
@@ -119,27 +128,25 @@ template <typename T> INLINE Side side_of(const T *x, int vocab, real scale, rea
 {
     Side side = nothing();
     const int head = head_of(x, vocab), vectors = (vocab - head) / WIDTH, edges = vocab - vectors * WIDTH;
-    for (int v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
-        Packed<T> loaded[UNROLL];
+    for (int first = 0; first < vectors; first += THREADS * UNROLL) {
+        const int v = first + threadIdx.x;
+        Packed<T> loaded[UNROLL] = {};
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
             if (v + u * THREADS < vectors)
                 loaded[u] = load(x + head + (v + u * THREADS) * WIDTH);
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (v + u * THREADS < vectors) {
-                real values[WIDTH];
+        for (int u = 0; u < UNROLL; u++) {
+            real values[WIDTH];
 #pragma unroll
-                for (int j = 0; j < WIDTH; j++)
-                    values[j] = counted(at(loaded[u], j), softcap, is_capped);
-                add<WIDTH>(side, values, head + (v + u * THREADS) * WIDTH, scale, own);
-            }
+            for (int j = 0; j < WIDTH; j++)
+                values[j] = counted(at(loaded[u], j), softcap, is_capped);
+            add<WIDTH>(side, values, head + (v + u * THREADS) * WIDTH, v + u * THREADS < vectors, scale, own);
+        }
     }
-    for (int i = threadIdx.x; i < edges; i += THREADS) {
-        const int place = i < head ? i : i + vectors * WIDTH;
-        const real value = counted(to_real(x[place]), softcap, is_capped);
-        add<1>(side, &value, place, scale, own);
-    }
+    const int i = threadIdx.x, place = i < head ? i : i + vectors * WIDTH; /* less than two vectors */
+    const real edge = i < edges ? counted(to_real(x[place]), softcap, is_capped) : (real)0;
+    add<1>(side, &edge, place, i < edges, scale, own);
     return block_merged(side, scale);
 }
 
@@ -163,7 +170,7 @@ INLINE void write_side(const Side &side, real scale, double *numbers, long long 
 typedef struct {
     EACH_KIND(DECLARE)
     double q_minus_p, slope;
-    bool has_stable; /* whether some terms were found by the formula for rows that are not close */
+    bool has_light; /* whether some terms were found by the formula for rows that are not close */
 } Sums;
 
 INLINE void add_terms(Sums &sums, const Terms &terms)
@@ -184,7 +191,10 @@ INLINE void add_terms(Sums &sums, const Terms &terms)
     }
 #define ADD_ELEMENT(kind) total.kind += terms.kind;
 
-template <int COUNT> INLINE void add_pair(Sums &sums, const real *x, const real *y, const Row &row, real x_lse, real y_lse, bool tries)
+/* COUNT elements of both sides, where they are the thread's to add. All of a warp call: which formula serves most is one
+   choice of all, since a warp whose lanes choose pays for each. */
+template <int COUNT>
+INLINE void add_pair(Sums &sums, const real *x, const real *y, bool is_here, const Row &row, real x_lse, real y_lse, bool tries)
 {
     real ratio = 0, above = -REAL_INFINITY;
     bool is_number = true;
@@ -196,20 +206,25 @@ template <int COUNT> INLINE void add_pair(Sums &sums, const real *x, const real 
         ratio = apart > ratio ? apart : ratio;
         above = higher > above ? higher : above;
     }
+    const bool is_close = is_number && ratio < CLOSE_RATIO;
     Terms total = {};
-    if (is_number && ratio < CLOSE_RATIO) {
+    if (warp_all(is_close || !is_here)) {
         SUM_TERMS(close_terms)
     }
 #if !REAL_IS_DOUBLE
     else if (tries && is_number && above < LIGHT_LOG_MASS) {
-        SUM_TERMS(stable_terms)
-        sums.has_stable = true;
+        SUM_TERMS(light_terms)
+        sums.has_light = sums.has_light || is_here;
     }
 #endif
+    else if (is_close) {
+        SUM_TERMS(close_terms)
+    }
     else {
         SUM_TERMS(safe_terms)
     }
-    add_terms(sums, total);
+    if (is_here)
+        add_terms(sums, total);
 }
 
 INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries)
@@ -218,35 +233,40 @@ INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_ca
     const real x_lse = row.input_max * row.input_inv_temperature + row.input_log_sum_exp;
     const real y_lse = row.target_max * row.target_inv_temperature + row.target_log_sum_exp;
     const int head = head_of(x, vocab), vectors = head_of(y, vocab) == head ? (vocab - head) / WIDTH : 0;
-    for (int v = threadIdx.x; v < vectors; v += THREADS) {
-        const Packed<X> xs = load(x + head + v * WIDTH);
-        const Packed<Y> ys = load(y + head + v * WIDTH);
+    for (int first = 0; first < vectors; first += THREADS) {
+        const int v = first + threadIdx.x;
+        Packed<X> xs = {};
+        Packed<Y> ys = {};
+        if (v < vectors) {
+            xs = load(x + head + v * WIDTH);
+            ys = load(y + head + v * WIDTH);
+        }
         real x_values[WIDTH], y_values[WIDTH];
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
             x_values[j] = counted(at(xs, j), x_cap, INPUT_IS_CAPPED);
             y_values[j] = counted(at(ys, j), y_cap, TARGET_IS_CAPPED);
         }
-        add_pair<WIDTH>(sums, x_values, y_values, row, x_lse, y_lse, tries);
+        add_pair<WIDTH>(sums, x_values, y_values, v < vectors, row, x_lse, y_lse, tries);
     }
     const int edges = vocab - vectors * WIDTH;
-    for (int i = threadIdx.x; i < edges; i += THREADS) {
-        const int place = i < head ? i : i + vectors * WIDTH;
-        const real x_value = counted(to_real(x[place]), x_cap, INPUT_IS_CAPPED);
-        const real y_value = counted(to_real(y[place]), y_cap, TARGET_IS_CAPPED);
-        add_pair<1>(sums, &x_value, &y_value, row, x_lse, y_lse, tries);
+    for (int first = 0; first < edges; first += THREADS) {
+        const int i = first + threadIdx.x, place = i < head ? i : i + vectors * WIDTH;
+        const real x_value = i < edges ? counted(to_real(x[place]), x_cap, INPUT_IS_CAPPED) : (real)0;
+        const real y_value = i < edges ? counted(to_real(y[place]), y_cap, TARGET_IS_CAPPED) : (real)0;
+        add_pair<1>(sums, &x_value, &y_value, i < edges, row, x_lse, y_lse, tries);
     }
 #define SHARE(kind) sums.kind = block_sum(sums.kind);
     EACH_KIND(SHARE)
     sums.q_minus_p = block_sum(sums.q_minus_p);
     sums.slope = block_sum(sums.slope);
-    sums.has_stable = block_sum((double)sums.has_stable) != 0;
+    sums.has_light = block_sum((double)sums.has_light) != 0;
     return sums;
 }
 
 INLINE bool is_far(const Sums &sums)
 {
-#define IS_FAR(kind) && sums.kind > MIN_STABLE_SUM && sums.kind < MAX_SUM
+#define IS_FAR(kind) && sums.kind > MIN_LIGHT_SUM && sums.kind < MAX_SUM
     return true EACH_KIND(IS_FAR);
 }
 
@@ -288,7 +308,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         const Side target = side_of(other, (int)vocab, y_scale, y_cap, TARGET_IS_CAPPED, their_own);
         const Row row = row_of(input, target, x_scale, y_scale);
         Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, true);
-        if (sums.has_stable && !is_far(sums))
+        if (sums.has_light && !is_far(sums))
             sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, false);
         if (threadIdx.x == 0) {
             write_side(target, y_scale, numbers + NUMBER_TARGET_LSE * rows + r, tokens + TOKEN_TARGET_TOP_TOKEN * rows + r, rows);

@@ -44,7 +44,7 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
         "TARGET_IS_CAPPED": capped[1],
         "HAS_TARGET": has_target,
     }
-    prefixes = ("safe_", "close_", "stable_")[: 2 if double else 3]
+    prefixes = ("safe_", "close_", "light_")[: 2 if double else 3]
     printed = f'#include "cuda/close.cuh"\nnamespace kullback {{\n{print_terms(prefixes)}{print_order()}}}\n'
     return print_macros(macros) + inlined("cuda/describe.cuh", {"cuda/terms.cuh": printed})
 

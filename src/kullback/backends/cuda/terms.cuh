@@ -18,7 +18,7 @@ typedef struct { real kind, q_minus_p, slope; } Terms;
 
 INLINE Terms safe_terms(real x, real y, Row row) { return {}; }
 INLINE Terms close_terms(real x, real y, Row row) { return {}; }
-INLINE Terms stable_terms(real x, real y, Row row) { return {}; }
+INLINE Terms light_terms(real x, real y, Row row) { return {}; }
 
 enum { NUMBER_LSE, NUMBER_ENTROPY, NUMBER_TARGET_LSE, NUMBER_TARGET_ENTROPY, NUMBER_KINDS };
 enum { TOKEN_TOP_TOKEN, TOKEN_LABEL_RANK, TOKEN_TARGET_TOP_TOKEN, TOKEN_TARGET_LABEL_RANK };
