@@ -12,7 +12,8 @@ from kullback.divergences import DIVERGENCES, Kind
 from tests import tables
 
 LONGEST = 30  # words
-PROSE = [tables.ROOT / name for name in ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md", "docs/compare.md")]
+PAGES = ("README.md", "docs/index.md", "docs/faq.md", "docs/row.md", "docs/compare.md", "docs/integrations.md")
+PROSE = [tables.ROOT / name for name in PAGES]
 PROSE += sorted((tables.ROOT / "docs/guides").glob("*.md"))
 
 

@@ -113,6 +113,7 @@ def test_a_student_that_excludes_tokens():
     student, values, ids = made()
     given = values.values().unsqueeze(0), ids.values().unsqueeze(0)
     student[0, 1, given[1][0, 1, :3].long()] = -torch.inf
+    student[0, 2, given[1][0, 2].long()] = -torch.inf  # all of the teacher's
     found = verl.topk_losses(student, *given)["distillation_losses"]
     assert relative_error(found, truth(student.clamp_min(-1e4), *given)[0]["distillation_losses"]) < LOSS
 
