@@ -546,3 +546,64 @@ def test_gkd_s_trainer(tmp_path, monkeypatch):
     for mine, its in zip(logged, expected, strict=True):
         assert abs(mine["loss"] - its["loss"]) < LOSS * its["loss"] + 1e-6
         assert abs(mine["grad_norm"] - its["grad_norm"]) < 1e-4 * its["grad_norm"]
+
+
+def self_distilled(trainer, folder, student, **options):
+    """What SDFTTrainer or SDPOTrainer logs of three steps."""
+    from datasets import Dataset
+
+    module = importlib.import_module(f"trl.experimental.{trainer}")
+    name = trainer.upper()
+    given = {"reward_funcs": lambda completions, **_: [float(i % 2) for i in range(len(completions))]}
+    arguments = getattr(module, f"{name}Config")(
+        str(folder),
+        max_completion_length=8,
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        num_generations=4,
+        **options,
+    )
+    words = lambda i: " ".join(f"w{3 + (7 * i + j) % 200}" for j in range(5))
+    data = Dataset.from_list([{"prompt": words(i), "privileged_context": words(i + 3)} for i in range(8)])
+    made = getattr(module, f"{name}Trainer")(
+        student,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **(given if trainer == "sdpo" else {}),
+    )
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+TOP = {"distillation_mode": "topk_logits", "distillation_topk": 9, "distillation_add_tail": True}
+
+
+@pytest.mark.parametrize("options", [{"distillation_mode": "full_logits"}, TOP], ids=["full", "top"])
+@pytest.mark.parametrize("trainer", ["sdft", "sdpo"])
+def test_self_distillation_s_trainers(trainer, options, tmp_path, monkeypatch):
+    calls = []
+    for name in ("divergence", "topk_divergence"):
+        function = getattr(kullback.functional, name)
+        counting = lambda *args, of=function, **options: calls.append(1) or of(*args, **options)
+        monkeypatch.setattr(f"kullback.functional.{name}", counting)
+    saved, options = str(tmp_path / "model"), {"distillation_alpha": 0.5, **options}
+    model("Llama", 0).save_pretrained(saved)  # where the teacher is loaded from, too
+    expected = self_distilled(trainer, tmp_path / "theirs", saved, **options)
+    assert not calls
+    with patched():
+        logged = self_distilled(trainer, tmp_path / "ours", saved, **options)
+    assert len(calls) >= 3
+    assert len(logged) == len(expected) == 3
+    assert expected[0]["loss"] > 0
+    for mine, its in zip(logged, expected, strict=True):
+        assert abs(mine["loss"] - its["loss"]) < 1e-5 * its["loss"]
+        assert abs(mine["grad_norm"] - its["grad_norm"]) < 1e-4 * its["grad_norm"]
