@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -319,10 +318,8 @@ def _found() -> list[tuple[Any, Place]]:
 
 def _experimental_module(name: str) -> Any:
     """None where there is none, or one that wants what is not installed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
     return None
 
 
