@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch import distributed as dist
 
@@ -72,32 +73,37 @@ def distillation_loss(
         logits = logits.to_local()
     if context_parallel_group is not None and dist.get_world_size(context_parallel_group) > 1:
         raise ValueError("sequences are shared by a context_parallel_group, which this loss does not know")
-    student = logits[:, :-1]
-    values, ids = (data[name][:, :-1].to(logits.device) for name in ("teacher_topk_logits", "teacher_topk_indices"))
-    slices = _slices(student, vocab_parallel_group)
+    values, ids = (data[name].to(logits.device) for name in ("teacher_topk_logits", "teacher_topk_indices"))
+    row_weight, normalizer = _counted(data, logits.shape[:2], global_valid_toks)
+    options: dict[str, Any] = {"row_weight": row_weight.to(logits.device), "reduction": "sum"}
+    slices = _slices(logits, vocab_parallel_group)
 
     def loss_of(kind: str) -> Tensor:
         if zero_outside_topk and kind == "reverse_kl":
-            dense = _everywhere(values, ids, student, slices.get("first_token", 0))
+            dense = _everywhere(values, ids, logits, slices.get("first_token", 0))
             group = vocab_parallel_group
-            return functional.divergence(student, dense, kind, target_form="log_probs", reduction="none", group=group)
+            return functional.divergence(logits, dense, kind, target_form="log_probs", group=group, **options)
         tail = "support" if zero_outside_topk else "renormalize"
         return functional.topk_divergence(
-            student, values, ids, kind, target_form="logits", tail=tail, reduction="none", **slices
+            logits, values, ids, kind, target_form="logits", tail=tail, **options, **slices
         )
 
     if kl_type != "mixed":
-        of_tokens = loss_of(KINDS[kl_type])
+        total = loss_of(KINDS[kl_type])
     elif mixed_kl_weight == 0.5 and not zero_outside_topk:
-        of_tokens = 0.5 * loss_of("jeffreys")
+        total = 0.5 * loss_of("jeffreys")
     else:
-        of_tokens = mixed_kl_weight * loss_of("kl") + (1 - mixed_kl_weight) * loss_of("reverse_kl")
-    if "token_mask" in data and "sample_mask" in data:
-        mask = data["token_mask"][:, 1:][:, : of_tokens.size(1)] * data["sample_mask"].unsqueeze(-1)
-        loss = (of_tokens * mask).sum() / (global_valid_toks + 1e-8)
-    else:
-        loss = of_tokens.mean()
+        total = mixed_kl_weight * loss_of("kl") + (1 - mixed_kl_weight) * loss_of("reverse_kl")
+    loss = total / normalizer
     return loss, {"loss": float(loss.item()), "num_valid_samples": data["input_ids"].shape[0]}
+
+
+def _counted(data: Any, shape: torch.Size, tokens: Tensor | float) -> tuple[Tensor, Tensor | float]:
+    """What each token counts, [batch, tokens], and what the sum is divided by. The last has no next, and counts 0."""
+    if "token_mask" in data and "sample_mask" in data:
+        mask = data["token_mask"][:, 1 : shape[1]] * data["sample_mask"].unsqueeze(-1)
+        return F.pad(mask, (0, 1)), tokens + 1e-8
+    return F.pad(torch.ones(shape[0], shape[1] - 1), (0, 1)), shape[0] * (shape[1] - 1)
 
 
 def _slices(student: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]:
