@@ -87,6 +87,13 @@ def test_the_loss_is_theirs(dtype, options):
         assert gradient[:, -1].count_nonzero() == 0
 
 
+def test_a_batch_without_tokens_is_nothing():
+    student, _, data = made()
+    loss, _ = distillation_loss(student.requires_grad_(), data | {"sample_mask": torch.zeros(BATCH)}, None, 0.0)
+    assert loss == 0
+    assert torch.autograd.grad(loss, student)[0].count_nonzero() == 0
+
+
 def test_what_it_does_not_know():
     student, _, data = made()
     with pytest.raises(ValueError, match='kl_type must be "forward", "reverse" or "mixed"; got \'both\''):
