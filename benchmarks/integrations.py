@@ -3,8 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/integrations.py --out benchmarks/results/cpu
 
 `trl` is the loss of TRL's DistillationTrainer, from hidden states; `distil` is a step of a small Llama, beside one that
-computes the divergence from both models' logits. What is timed runs in turn. Peak memory is of a process of its own:
-what is resident above what was before the call, gradients included.
+computes the divergence from both models' logits. `gkd` and `sdpo` are losses of TRL's other trainers. Of `modelopt`,
+`verl`, `nemo_rl` and `megatron` theirs is written here as their sources have it; that of `modelopt` is what it does
+without Liger, whose kernels are a GPU's. What is timed runs in turn. Peak memory is of a process of its own: what is
+resident above what was before the call, gradients included.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ import multiprocessing
 import re
 import statistics
 import time
+import types
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from kullback.cli import bench, reference
+from kullback.integrations import trl as ours_of_trl
+from kullback.integrations.megatron import topk_kl_div
+from kullback.integrations.modelopt import liger_kd_loss
+from kullback.integrations.nemo_rl import distillation_loss
 from kullback.integrations.transformers import distil
-from kullback.integrations.trl import chunked_divergence_loss
+from kullback.integrations.verl import topk_losses
 
 REPEATS = 5
 # A head of SmolLM2's size; completions of unlike length, or all of one.
@@ -37,6 +44,24 @@ TRL = [
     {"part": "trl", "beta": 0.5, "lengths": RAGGED, "dtype": "bfloat16"},
 ]
 DISTIL = [{"part": "distil", "label_weight": weight, "lengths": RAGGED} for weight in (0.0, 0.3)]
+LOGITS = [
+    *({"part": "gkd", "beta": beta, "lengths": RAGGED, "dtype": "float32"} for beta in (0.0, 0.5, 1.0)),
+    {"part": "gkd", "beta": 0.5, "lengths": RAGGED, "dtype": "bfloat16"},
+    {"part": "sdpo", "alpha": 0.5, "lengths": RAGGED, "dtype": "float32"},
+    {"part": "sdpo", "alpha": 0.5, "k": 100, "tail": True, "lengths": RAGGED, "dtype": "float32"},
+    {"part": "sdpo", "alpha": 1.0, "k": 100, "tail": False, "lengths": RAGGED, "dtype": "float32"},
+    {"part": "sdpo", "alpha": 0.5, "k": 100, "tail": True, "lengths": RAGGED, "dtype": "bfloat16"},
+    *({"part": "modelopt", "lengths": RAGGED, "dtype": dtype} for dtype in ("float32", "bfloat16")),
+    *({"part": "verl", "k": 128, "lengths": RAGGED, "dtype": dtype} for dtype in ("float32", "bfloat16")),
+    *(
+        {"part": "nemo_rl", "k": 64, "zero_outside_topk": zero, "lengths": RAGGED, "dtype": "bfloat16"}
+        for zero in (False, True)
+    ),
+    *(
+        {"part": "megatron", "k": 64, "add_ghost_token": ghost, "lengths": RAGGED, "dtype": "bfloat16"}
+        for ghost in (False, True)
+    ),
+]
 WIDTH, VOCAB = 576, 49152
 MODEL = {"vocab_size": 32000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 TINY = (3, 2)  # completions with which kernels are built and loaded
@@ -55,7 +80,7 @@ def trl_calls(case, lengths):
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)).long()
     given = (hidden, target, head, its, mask, case["beta"])
     calls = {
-        "kullback": lambda: chunked_divergence_loss(*given)[:2],
+        "kullback": lambda: ours_of_trl.chunked_divergence_loss(*given)[:2],
         "trl": lambda: _chunked_divergence_loss(*given)[:2],
     }
 
@@ -104,7 +129,193 @@ def distil_calls(case, lengths):
     return {"kullback": ours, "eager": eager}, list(student.parameters()), truth
 
 
-CALLS = {"trl": trl_calls, "distil": distil_calls}
+def logits_of(case, lengths):
+    """A student's logits, a leaf; those of a teacher that is near, as after some training; which tokens count."""
+    torch.manual_seed(0)
+    student = 3 * torch.randn(len(lengths), max(lengths), VOCAB)
+    teacher = student + torch.randn_like(student)
+    counts = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
+    dtype = getattr(torch, case["dtype"])
+    return student.to(dtype).requires_grad_(), teacher.to(dtype), counts
+
+
+def of_logits(ours, name, theirs, student):
+    """Two calls of the student's logits, and float64's results: of their formula."""
+
+    def truth():
+        wide = student.detach().double().requires_grad_()
+        loss = theirs(wide)
+        return loss, None, norm(torch.autograd.grad(loss, (wide,)))
+
+    return {"kullback": lambda: (ours(student), None), name: lambda: (theirs(student), None)}, [student], truth
+
+
+def gkd_calls(case, lengths):
+    from trl.experimental.gkd import GKDTrainer
+
+    student, teacher, counts = logits_of(case, lengths)
+    labels = torch.where(counts, 1, -100)
+    theirs = lambda x: GKDTrainer.generalized_jsd_loss(x, teacher.to(x.dtype), labels, case["beta"])
+    return of_logits(
+        lambda x: ours_of_trl.generalized_jsd_loss(x, teacher, labels, case["beta"]), "trl", theirs, student
+    )
+
+
+def sdpo_calls(case, lengths):
+    from trl.experimental.sdpo import loss_utils
+
+    student, teacher, counts = logits_of(case, lengths)
+    name, options = "compute_full_logit_self_distillation_loss", {"distillation_alpha": case["alpha"]}
+    if "k" in case:
+        name = "compute_topk_self_distillation_loss"
+        options |= {"distillation_topk": case["k"], "distillation_add_tail": case["tail"]}
+
+    def loss_of(module):
+        return lambda x: (getattr(module, name)(x, teacher.to(x.dtype), **options) * counts).sum() / counts.sum()
+
+    return of_logits(loss_of(ours_of_trl), "trl", loss_of(loss_utils), student)
+
+
+class Trainer:
+    """ModelOpt's trainer, around its loss."""
+
+    accelerator = types.SimpleNamespace(unwrap_model=lambda model: model)
+    _liger_jsd_beta, _liger_temperature = 0.0, 1.0
+    liger_kd_loss = liger_kd_loss
+
+    def __init__(self, head, its_head):
+        self.model, self.teacher = (types.SimpleNamespace(lm_head=each) for each in (head, its_head))
+
+    def _get_unwrapped_teacher(self):
+        return self.teacher
+
+    def _get_lm_head(self, model):
+        return model.lm_head
+
+    def _sharded_liger_compute(self, compute):
+        return compute()
+
+    def _teacher_liger_enabled(self, compute, lm_head):
+        return compute()
+
+
+def modelopt_calls(case, lengths):
+    """From hidden states, since ours needs no logits; theirs is `_standard_kd_loss` at temperature 1."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, case["dtype"])
+    hidden, target = (torch.randn(len(lengths), max(lengths) + 1, WIDTH).to(dtype) for _ in range(2))
+    heads = [torch.nn.Linear(WIDTH, VOCAB, bias=False, dtype=dtype) for _ in range(2)]
+    for head in heads:
+        torch.nn.init.normal_(head.weight, std=3 / WIDTH**0.5)
+    labels = torch.where(torch.arange(max(lengths) + 1) <= torch.tensor(lengths).unsqueeze(-1), 1, -100)
+    trainer, weight = Trainer(*heads), heads[0].weight
+    hidden.requires_grad_()
+
+    def ours():
+        trainer._last_teacher_outputs = types.SimpleNamespace(logits=target)
+        return trainer.liger_kd_loss(types.SimpleNamespace(logits=hidden), labels), None
+
+    def theirs(hidden=hidden, weight=weight):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.no_grad():
+            teacher_logits = (target.to(hidden.dtype) @ heads[1].weight.to(hidden.dtype).T)[..., :-1, :].to(wide)
+        student_logits = (hidden @ weight.T)[..., :-1, :].to(wide)
+        log_q, log_p = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        rows = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        mask = labels[..., 1:] != -100
+        return (rows * mask).sum() / mask.sum().clamp(min=1), None
+
+    def truth():
+        leaves = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+        loss, _ = theirs(*leaves)
+        return loss, None, norm(torch.autograd.grad(loss, leaves))
+
+    return {"kullback": ours, "modelopt": theirs}, [hidden, weight], truth
+
+
+def entries_of(teacher, k):
+    return [t.contiguous() for t in teacher.float().log_softmax(-1).topk(k)]
+
+
+def verl_calls(case, lengths):
+    student, teacher, counts = logits_of(case, lengths)
+    log_probs, ids = entries_of(teacher, case["k"])
+
+    def theirs(logits, least=-10.0):
+        """`compute_forward_kl_topk` of verl's FSDP workers, figures too."""
+        student_log_probs = F.log_softmax(logits, dim=-1)
+        own = torch.topk(student_log_probs, k=ids.shape[-1], dim=-1).indices
+        log_q = torch.gather(student_log_probs, dim=-1, index=ids)
+        masses = log_q.exp().sum(-1), log_probs.exp().sum(-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        log_q, log_p = log_q.clamp_min(least).to(wide), log_probs.clamp_min(least).to(wide)
+        token_kl = log_p.exp() * (log_p - log_q)
+        overlap = (ids.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+        advantage = (-token_kl * overlap).sum(-1) / overlap.sum(-1).clamp_min(1)
+        return token_kl.sum(-1), masses, advantage
+
+    losses_of = lambda x: topk_losses(x, log_probs, ids)["distillation_losses"]
+    mean = lambda losses: (losses * counts).sum() / counts.sum()
+    return of_logits(lambda x: mean(losses_of(x)), "verl", lambda x: mean(theirs(x)[0]), student)
+
+
+def nemo_rl_calls(case, lengths):
+    student, teacher, counts = logits_of(case, lengths)
+    values, ids = teacher.float().topk(case["k"])
+    zero = case["zero_outside_topk"]
+    data = {"teacher_topk_logits": values, "teacher_topk_indices": ids, "input_ids": ids[..., 0]}
+    data |= {"token_mask": counts.float(), "sample_mask": torch.ones(len(lengths))}
+
+    def theirs(logits):
+        """`get_distillation_topk_logprobs_from_logits` and `DistillationLossFn`, mixed."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if zero:
+            whole = F.log_softmax(wide, dim=-1)
+            log_q, negative_entropy = whole.gather(-1, ids), (whole.exp() * whole).sum(-1)
+        else:
+            log_q = F.log_softmax(wide.gather(-1, ids), dim=-1)
+        log_p = F.log_softmax(values.to(wide.dtype), dim=-1)
+        p, q = log_p.exp(), log_q.exp()
+        rows = (0.5 * p * (log_p - log_q) + 0.5 * q * (log_q - log_p)).sum(-1)
+        if zero:
+            rows = rows + 0.5 * (negative_entropy - (q * log_q).sum(-1) + 100 * (1 - q.sum(-1)))
+        return (rows[:, :-1] * counts[:, 1:]).sum() / (counts.sum() + 1e-8)
+
+    ours = lambda x: distillation_loss(x, data, None, counts.sum(), zero_outside_topk=zero)[0]
+    return of_logits(ours, "nemo_rl", theirs, student)
+
+
+def megatron_calls(case, lengths):
+    student, teacher, counts = logits_of(case, lengths)
+    log_probs, ids = entries_of(teacher, case["k"])
+    ghost = case["add_ghost_token"]
+
+    def theirs(logits):
+        """`topk_kl_div` of one rank."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits - logits.max(-1, keepdim=True).values.detach()
+        log_q = (logits - logits.exp().sum(-1, keepdim=True).log()).gather(-1, ids)
+        log_p = log_probs.to(logits.dtype)
+        if ghost:
+            rest = [(1 - t.exp().sum(-1, keepdim=True)).clamp(min=1e-8).log() for t in (log_q, log_p)]
+            log_q, log_p = torch.cat([log_q, rest[0]], -1), torch.cat([log_p, rest[1]], -1)
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    mean = lambda losses: (losses * counts).sum() / counts.sum()
+    ours = lambda x: mean(topk_kl_div(x, log_probs, ids, 1, 0, None, ghost).T)
+    return of_logits(ours, "megatron", lambda x: mean(theirs(x)), student)
+
+
+CALLS = {
+    "trl": trl_calls,
+    "distil": distil_calls,
+    "gkd": gkd_calls,
+    "sdpo": sdpo_calls,
+    "modelopt": modelopt_calls,
+    "verl": verl_calls,
+    "nemo_rl": nemo_rl_calls,
+    "megatron": megatron_calls,
+}
 
 
 def norm(gradients):
@@ -170,8 +381,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers")}
     shapes = {"trl": {"hidden": WIDTH, "vocab": VOCAB}, "distil": MODEL}
+    shapes |= {part: {"vocab": VOCAB} for part in CALLS.keys() - {"trl", "distil", "modelopt"}}
+    shapes |= {"modelopt": {"hidden": WIDTH, "vocab": VOCAB}}
     report = {"provenance": {**bench.provenance("cpu"), **versions}, "shapes": shapes, "results": []}
-    for case in (*TRL, *DISTIL):
+    for case in (*TRL, *DISTIL, *LOGITS):
         report["results"].append(measured(case))
         (out / "integrations.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report["results"][-1]), flush=True)

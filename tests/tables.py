@@ -198,20 +198,26 @@ def linear(machine):
     return "\n".join(lines)
 
 
-def integrations():
-    """A step's seconds, memory and errors against float64 on a CPU: inside TRL's trainer and in a Llama's forward."""
+def inside(result, figures):
+    """Rows of one case: its name, and of each contestant seconds, memory and errors."""
+    case = result["case"]
+    words = ", ".join(f"{name} {value}" for name, value in case.items() if name not in ("part", "lengths"))
+    lengths = ", ".join(map(str, case["lengths"]))
+    yield f"| **{case['part']}, {words}; completions of {lengths}** |" + " |" * (2 + len(figures))
+    for entry in result["results"]:
+        errors = (entry[f"{name}_error"] for name in figures)
+        shown = " | ".join("" if error is None else f"{error:.0e}" for error in errors)
+        yield f"| {entry['name']} | {entry['seconds']:.2f} | {entry['peak_bytes'] / 1e6:.0f} | {shown} |"
+
+
+def integrations(parts, figures):
+    """A step's seconds, memory and errors against float64 on a CPU: inside other libraries."""
     report = json.loads((ROOT / "benchmarks/results/cpu/integrations.json").read_text(encoding="utf-8"))
-    lines = ["| | s | MB | loss | entropy | gradient norm |", "|---|" + "---|" * 5]
+    heads = ["", "s", "MB", *(name.replace("_", " ") for name in figures)]
+    lines = ["| " + " | ".join(heads).lstrip() + " |", "|---|" + "---|" * (len(heads) - 1)]
     for result in report["results"]:
-        case = result["case"]
-        words = {name: case[name] for name in ("beta", "label_weight", "dtype") if name in case}
-        told = ", ".join([case["part"], *(f"{name} {value}" for name, value in words.items())])
-        lengths = ", ".join(map(str, case["lengths"]))
-        lines.append(f"| **{told}; completions of {lengths}** | | | | | |")
-        for entry in result["results"]:
-            errors = (entry[f"{name}_error"] for name in ("loss", "entropy", "gradient_norm"))
-            shown = " | ".join("" if error is None else f"{error:.0e}" for error in errors)
-            lines.append(f"| {entry['name']} | {entry['seconds']:.2f} | {entry['peak_bytes'] / 1e6:.0f} | {shown} |")
+        if result["case"]["part"] in parts:
+            lines.extend(inside(result, figures))
     return "\n".join(lines)
 
 
@@ -497,7 +503,16 @@ FILES = {
     "docs/numerics.md": functools.partial(each, NUMERICS),
     "docs/performance.md": functools.partial(each, PERFORMANCE),
     "docs/examples.md": section("smollm2", smollm2),
-    "docs/transformers.md": section("integrations", integrations),
+    "docs/transformers.md": section(
+        "integrations",
+        functools.partial(integrations, ("trl", "distil"), ("loss", "entropy", "gradient_norm")),
+    ),
+    "docs/integrations.md": section(
+        "integrations",
+        functools.partial(
+            integrations, ("gkd", "sdpo", "modelopt", "verl", "nemo_rl", "megatron"), ("loss", "gradient_norm")
+        ),
+    ),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }
 

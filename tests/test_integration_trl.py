@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import importlib
 import sys
 import types
 
@@ -12,7 +14,8 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import kullback
-from kullback.integrations.trl import FUNCTION, MODULE, chunked_divergence_loss, patched
+from kullback.integrations import trl as ours
+from kullback.integrations.trl import chunked_divergence_loss, patched
 from tests import oracle
 from tests.test_integration_transformers import VOCAB, WORLD, batch, model
 from tests.tolerances import relative_error
@@ -321,13 +324,23 @@ def test_their_trainer(tmp_path, beta, monkeypatch):
             assert abs(mine[name] - its[name]) < bounds[name] * abs(its[name]), name
 
 
+MODULE, FUNCTION = "trl.trainer.distillation_trainer", "_chunked_divergence_loss"
+
+
+def places():
+    return {str(place): vars(owner)[place.name] for owner, place in ours._found()}
+
+
 def test_what_is_patched_is_given_back():
-    before = theirs()
+    before = places()
+    assert len(before) == 14
     with patched():
+        inside = places()
         assert theirs() is chunked_divergence_loss
+        assert not any(inside[name] is function for name, function in before.items())
     with contextlib.suppress(RuntimeError), patched():
         raise RuntimeError
-    assert theirs() is before
+    assert all(places()[name] is function for name, function in before.items())
 
 
 def test_versions_that_do_not_fit_are_named(monkeypatch):
@@ -343,7 +356,245 @@ def test_versions_that_do_not_fit_are_named(monkeypatch):
     with pytest.raises(ImportError, match=r"9\.7\.5 has other arguments than that of 1\.16.*gamma"), patched():
         pass
     assert theirs() is not chunked_divergence_loss
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    with pytest.raises(ImportError, match=rf"trl 9\.7\.5 has no {MODULE}"), patched():
+        pass
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(ImportError, match=r"needs trl 1\.16, which is not installed: pip install"), patched():
         pass
+
+
+def test_an_experimental_trainer_may_be_absent_and_not_another(monkeypatch):
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    for module in ("loss_utils", "sdpo_trainer"):
+        monkeypatch.setitem(sys.modules, f"trl.experimental.sdpo.{module}", None)
+    assert len(places()) == 8
+    with patched():
+        assert theirs() is chunked_divergence_loss
+    monkeypatch.setattr(GKDTrainer, "generalized_jsd_loss", staticmethod(lambda student_logits, gamma: None))
+    with pytest.raises(ImportError, match=r"gkd_trainer\.GKDTrainer\.generalized_jsd_loss of trl 1.*gamma"), patched():
+        pass
+    monkeypatch.delattr(GKDTrainer, "generalized_jsd_loss")
+    with pytest.raises(ImportError, match=r"has no .*GKDTrainer\.generalized_jsd_loss"), patched():
+        pass
+    assert theirs() is not chunked_divergence_loss  # which had been replaced already
+
+
+# Losses of logits: of GKD, and of self-distillation.
+
+
+def logits(dtype=torch.float32, vocab=VOCAB):
+    generator = torch.Generator().manual_seed(5)
+    student, teacher = (3 * torch.randn(2, 7, vocab, generator=generator) for _ in range(2))
+    return student.to(dtype), (0.5 * student + teacher).to(dtype)
+
+
+def labels():
+    made = torch.ones(2, 7, dtype=torch.int64)
+    made[0, :3] = -100
+    made[1, 5:] = -100
+    return made
+
+
+def of(loss_of, student, teacher, wide=False):
+    """Loss and both gradients, of an upstream gradient that is no constant."""
+    leaves = [(t.double() if wide else t).clone().requires_grad_() for t in (student, teacher)]
+    loss = loss_of(*leaves)
+    upstream = torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape).to(loss)
+    return loss.detach(), torch.autograd.grad(loss, leaves, upstream)
+
+
+def check_both(mine, its, student, teacher, dtype):
+    """Ours is as near to theirs of float64 as theirs of this dtype may be, and nearer."""
+    (loss, gradients), (truth, exact) = of(mine, student, teacher), of(its, student, teacher, wide=True)
+    assert kullback.backend_info().name in ("c", "cuda")
+    assert loss.dtype == torch.float32
+    assert loss.shape == truth.shape
+    assert relative_error(loss, truth) < 2e-6
+    for gradient, other, leaf in zip(gradients, exact, (student, teacher), strict=True):
+        assert gradient.dtype == dtype
+        assert gradient.shape == leaf.shape
+        assert relative_error(gradient, other) < (GRADIENT if dtype == torch.float32 else 4e-3)
+
+
+GKD = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "mean"},
+    {"num_items_in_batch": 23},
+    {"num_items_in_batch": torch.tensor(23.0), "reduction": "sum"},
+    {"temperature": 1.7},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", GKD, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 1])
+def test_gkd(beta, options, dtype):
+    from trl.experimental.gkd import GKDTrainer
+
+    for given in (None, labels()):
+        call = {"labels": given, "beta": beta, **options}
+        its = functools.partial(GKDTrainer.generalized_jsd_loss, **call)
+        check_both(functools.partial(ours.generalized_jsd_loss, **call), its, *logits(dtype), dtype)
+
+
+def test_gkd_of_no_tokens_and_of_elements():
+    student, teacher = logits()
+    nothing = torch.full((2, 7), -100)
+    assert ours.generalized_jsd_loss(student, teacher, nothing) == 0
+    with pytest.raises(ValueError, match="losses of elements are not found here"):
+        ours.generalized_jsd_loss(student, teacher, reduction="none")
+    with pytest.raises(ValueError, match="beta"):
+        ours.generalized_jsd_loss(student, teacher, beta=1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("trainer", ["sdpo", "sdft"])
+def test_self_distillation(trainer, alpha, dtype):
+    its = importlib.import_module(f"trl.experimental.{trainer}.loss_utils")
+    whole, options = logits(dtype), {"distillation_alpha": alpha}
+    name = "compute_full_logit_self_distillation_loss"
+    check_both(*(functools.partial(getattr(of, name), **options) for of in (ours, its)), *whole, dtype)
+    name = "compute_topk_self_distillation_loss"
+    for tail in (True, False):
+        call = {**options, "distillation_topk": 9, "distillation_add_tail": tail}
+        check_both(*(functools.partial(getattr(of, name), **call) for of in (ours, its)), *whole, dtype)
+    few = [t.log_softmax(-1)[..., :12] for t in whole]  # masses that do not sum to 1
+    check_both(*(functools.partial(of.compute_divergence, alpha=alpha) for of in (ours, its)), *few, dtype)
+
+
+def test_a_tail_of_nothing():
+    """Where the student's tokens have all the mass, TRL's tails are 1e-7 each, and here the teacher's is 6e-8."""
+    from trl.experimental.sdpo import loss_utils
+
+    student, teacher = logits()
+    student[..., :3] += 60.0
+    teacher[..., :3] += 60.0
+    for alpha in (0.0, 0.3, 1.0):
+        call = {"distillation_topk": 3, "distillation_alpha": alpha, "distillation_add_tail": True}
+        mine = ours.compute_topk_self_distillation_loss(student, teacher, **call)
+        its = loss_utils.compute_topk_self_distillation_loss(student.double(), teacher.double(), **call)
+        assert torch.allclose(mine.double(), its, rtol=1e-5, atol=6e-8 * 100)  # of 100 nats
+    teacher[..., 0] = -torch.inf  # among the student's first tokens
+    assert (
+        ours.compute_topk_self_distillation_loss(student, teacher, **{**call, "distillation_alpha": 0.0})
+        .isfinite()
+        .all()
+    )
+
+
+def gkd_steps(folder, student):
+    """What GKDTrainer logs of three steps on the data's own completions."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    arguments = GKDConfig(
+        str(folder),
+        beta=0.3,
+        lmbda=0.0,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+    )
+    words = lambda i: " ".join(f"w{3 + (7 * i + j) % 200}" for j in range(5 + i))
+    turn = lambda i: [{"role": "user", "content": words(i)}, {"role": "assistant", "content": words(i + 3)}]
+    data = Dataset.from_list([{"messages": turn(i)} for i in range(8)])
+    made = tokenizer()
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} {% endgeneration %}"
+        "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    trainer = GKDTrainer(student, model("Llama", 1), arguments, train_dataset=data, processing_class=made)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_gkd_s_trainer(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "kullback.functional.divergence",
+        lambda *args, of=kullback.functional.divergence, **options: calls.append(1) or of(*args, **options),
+    )
+    student = model("Llama", 0)
+    expected = gkd_steps(tmp_path / "theirs", copy.deepcopy(student))
+    assert not calls
+    with patched():
+        logged = gkd_steps(tmp_path / "ours", student)
+    assert len(calls) == 6
+    assert len(logged) == len(expected) == 3
+    for mine, its in zip(logged, expected, strict=True):
+        assert abs(mine["loss"] - its["loss"]) < LOSS * its["loss"] + 1e-6
+        assert abs(mine["grad_norm"] - its["grad_norm"]) < 1e-4 * its["grad_norm"]
+
+
+def self_distilled(trainer, folder, student, **options):
+    """What SDFTTrainer or SDPOTrainer logs of three steps."""
+    from datasets import Dataset
+
+    module = importlib.import_module(f"trl.experimental.{trainer}")
+    name = trainer.upper()
+    given = {"reward_funcs": lambda completions, **_: [float(i % 2) for i in range(len(completions))]}
+    arguments = getattr(module, f"{name}Config")(
+        str(folder),
+        max_completion_length=8,
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        num_generations=4,
+        **options,
+    )
+    words = lambda i: " ".join(f"w{3 + (7 * i + j) % 200}" for j in range(5))
+    data = Dataset.from_list([{"prompt": words(i), "privileged_context": words(i + 3)} for i in range(8)])
+    made = getattr(module, f"{name}Trainer")(
+        student,
+        args=arguments,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **(given if trainer == "sdpo" else {}),
+    )
+    made.train()
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+TOP = {"distillation_mode": "topk_logits", "distillation_topk": 9, "distillation_add_tail": True}
+
+
+@pytest.mark.parametrize("options", [{"distillation_mode": "full_logits"}, TOP], ids=["full", "top"])
+@pytest.mark.parametrize("trainer", ["sdft", "sdpo"])
+def test_self_distillation_s_trainers(trainer, options, tmp_path, monkeypatch):
+    calls = []
+    for name in ("divergence", "topk_divergence"):
+        function = getattr(kullback.functional, name)
+        counting = lambda *args, of=function, **options: calls.append(1) or of(*args, **options)
+        monkeypatch.setattr(f"kullback.functional.{name}", counting)
+    saved, options = str(tmp_path / "model"), {"distillation_alpha": 0.5, **options}
+    model("Llama", 0).save_pretrained(saved)  # where the teacher is loaded from, too
+    expected = self_distilled(trainer, tmp_path / "theirs", saved, **options)
+    assert not calls
+    with patched():
+        logged = self_distilled(trainer, tmp_path / "ours", saved, **options)
+    assert len(calls) >= 3
+    assert len(logged) == len(expected) == 3
+    assert expected[0]["loss"] > 0
+    for mine, its in zip(logged, expected, strict=True):
+        assert abs(mine["loss"] - its["loss"]) < 1e-5 * its["loss"]
+        assert abs(mine["grad_norm"] - its["grad_norm"]) < 1e-4 * its["grad_norm"]
