@@ -786,7 +786,8 @@ def row_statistics(
     def logits_of(rows: slice) -> list[Tensor]:
         return [statistics.as_logits(values[rows], form) for values, form in sides]
 
-    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, given, target is not None)
+    copies = any(form == "probs" for _, form in sides)
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, given, target is not None, copies)
 
 
 @torch.no_grad()
@@ -972,7 +973,7 @@ def linear_row_statistics(
     def logits_of(rows: slice) -> list[Tensor]:
         return [linear.project(side[rows], head, shift) for side, head, shift in heads]
 
-    return statistics.of_rows(problem, logits_of, input.shape[:-1], vocab, given, target is not None)
+    return statistics.of_rows(problem, logits_of, input.shape[:-1], vocab, given, target is not None, copies=True)
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from kullback.backends.pytorch.piece import capped, compute_dtype, inverse_tempe
 from kullback.problem import IGNORED, Problem, Side, accumulator
 from kullback.work import NUMBERS, TOKENS, Describe
 
-CHUNK = 1 << 25  # elements
+CHUNK = 1 << 26  # elements of a copy
 
 
 class RowStatistics(NamedTuple):
@@ -72,13 +72,18 @@ def of_rows(
     tokens: int,
     labels: Tensor | None,
     has_target: bool,
+    copies: bool,
 ) -> RowStatistics:
-    """Of rows of that shape. `logits_of` gives some rows' logits, of the input first and of the target last."""
+    """Of rows of that shape. `logits_of` gives some rows' logits, of the input first and of the target last.
+
+    `copies`: whether that takes memory, so that it is done a chunk at a time.
+    """
     given = None if labels is None else labels.reshape(-1)
     own, other = (side._replace(form="logits") for side in problem.sides)
     problem = dataclasses.replace(problem, input=own, target=other)
     parts = []
-    for rows in _chunks(shape.numel(), tokens):
+    count = shape.numel()
+    for rows in _chunks(count, max(1, CHUNK // tokens) if copies else max(1, count)):
         sides, ids = logits_of(rows), None if given is None else given[rows]
         parts.append(_of_chunk(problem, sides[0], sides[-1] if has_target else None, ids))
     return _joined(parts, shape)
@@ -126,14 +131,14 @@ def as_logits(values: Tensor, form: str) -> Tensor:
     return values.log() if form == "probs" else values
 
 
-def _chunks(rows: int, vocab: int) -> Iterator[slice]:
-    """Of as many rows as may be copied without a thought for memory."""
-    step = max(1, CHUNK // max(1, vocab))
+def _chunks(rows: int, step: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, max(rows, 1), step))  # of no rows one chunk
 
 
 def _joined(parts: list[RowStatistics], shape: torch.Size) -> RowStatistics:
     """Of all rows, in their shape."""
+    if len(parts) == 1:
+        return RowStatistics(*(None if n is None else n.view(shape) for n in parts[0]))  # type: ignore[arg-type]
     fields = (
         None if numbers[0] is None else torch.cat([n for n in numbers if n is not None]).view(shape)
         for numbers in zip(*parts, strict=True)

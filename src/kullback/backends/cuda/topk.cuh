@@ -167,7 +167,7 @@ INLINE void drop_rounding(const real *gathered, real *target, long long k, bool 
     target[k] = share + gain;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
+extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 2 : 4)
 kullback_gather(const X *x, const long long *ids, real *gathered, real *target, long long rows, long long vocab,
                 long long k, long long width, long long x_stride, double inv_temperature, double softcap,
                 double negligible, long long is_tempered)
@@ -252,7 +252,7 @@ INLINE real tail_grad(real x, real inv_temperature, real softcap, real reference
     return IS_LOGITS ? part * counted_grad(value * inv_temperature, inv_temperature, softcap) : part;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4 - 2 * REAL_IS_DOUBLE)
+extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 2 : 4)
 kullback_scatter(const X *x, const long long *ids, const real *gathered, const real *d_gathered, X *d_input,
                  long long rows, long long vocab, long long k, long long width, long long x_stride,
                  long long d_input_stride, double inv_temperature, double softcap)

@@ -16,6 +16,7 @@ from kullback.backends.printer import TYPES, print_macros
 from kullback.problem import kept_dtype
 from kullback.work import Entries, Gather, Scatter
 
+THREADS = 192  # of a block: what is left of a row of 32k or 128k tokens for the last step keeps most of them busy
 UNROLL = 4  # vectors in flight a thread
 ENTRY_THREADS = 128  # of a row's entries
 MAX_ENTRIES = 1024  # of a row, since each looks at all of them where one is repeated
@@ -50,7 +51,7 @@ def source(x: torch.dtype, form: str, capped: bool) -> str:
         "IS_LOGITS": form == "logits",
         "IS_PROBS": form == "probs",
         "IS_CAPPED": capped,
-        "THREADS": plan.THREADS,
+        "THREADS": THREADS,
         "WIDTH": plan.width(x, x),
         "UNROLL": UNROLL,
     }
@@ -60,7 +61,7 @@ def source(x: torch.dtype, form: str, capped: bool) -> str:
 @functools.cache
 @remember_failures
 def _launcher(name: str, x: torch.dtype, form: str, capped: bool, index: int, shared: int) -> Launcher:
-    return Launcher(source(x, form, capped), f"kullback_{name}", index, shared=shared)
+    return Launcher(source(x, form, capped), f"kullback_{name}", index, THREADS, shared=shared)
 
 
 def _prepared(name: str, work: Gather | Scatter) -> Launcher:
