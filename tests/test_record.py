@@ -133,8 +133,8 @@ def test_documents_and_groups(loaded, tmp_path):
         [1, 10, 11, 12, -1, -1, -1, -1],
         [1, 13, 14, 15, -1, -1, -1, -1],
     ]
-    assert layout.block.tolist() == [0] * 10 + [2] * 3
-    assert [layout.groups[i] for i in layout.group] == ["b"] * 10 + ["a"] * 3
+    assert layout.columns["document"].tolist() == [0] * 10 + [2] * 3
+    assert [layout.names[i] for i in layout.columns["group"]] == ["b"] * 10 + ["a"] * 3
     alone = record.read_text(path, Tokenizer(bos=False), 9, None, None).tokens
     assert alone.tolist() == [[*range(3, 12)], [13, 14, 15, *[-1] * 6]]  # the tenth letter has nothing after it
     with pytest.raises(runs.MismatchError, match="line 1 has no column 'topic'"):

@@ -44,6 +44,10 @@ class Comparison:
     compat: bool
     floor: Source | None = None
     index: list[Tensor] = field(default_factory=list)  # of each source: its rows that count, in one order
+    block: Tensor = field(default_factory=lambda: torch.empty(0))  # of each row that counts, and so below
+    blocks_are: str = "windows"
+    group: Tensor | None = None
+    groups: list[str] = field(default_factory=list)
     asked: int = 0  # rows that count, whether they are there or not
     reports: list[Report] = field(default_factory=list)
     rounding: dict[str, list[float]] = field(default_factory=dict)
@@ -55,7 +59,7 @@ class Comparison:
 
     @property
     def teller(self) -> int:
-        """Of whose rows labels, blocks and groups are taken: a recording's, if there is one."""
+        """Of whose rows labels and windows are taken: a recording's, if there is one."""
         sources = self.sources
         told = [i for i, each in enumerate(sources) if isinstance(each, Recording)]
         told += [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
@@ -74,6 +78,8 @@ def plan(
     valid_vocab: int | None = None,
     compat: bool = False,
     floor: Source | None = None,
+    blocks: str = "",
+    groups: str = "",
 ) -> Comparison:
     """Raises MismatchError where files do not belong together."""
     comparison = Comparison(reference, list(candidates), list(names), 0, score, compat, floor)
@@ -96,7 +102,53 @@ def plan(
         known &= rows < each.rows
     comparison.index = [rows[known] for rows in found]
     comparison.reports = [Report() for _ in comparison.sources[1:]]
+    labels = comparison.layout.label[comparison.index[comparison.teller]]
+    if len(labels) and int(labels.max()) >= comparison.vocab:
+        raise MismatchError(
+            f"--valid-vocab {comparison.vocab}: the text has the token {int(labels.max())}, which is beyond it"
+        )
+    _choose_blocks(comparison, blocks)
+    _choose_groups(comparison, groups)
     return comparison
+
+
+def _choose_blocks(comparison: Comparison, asked: str) -> None:
+    """What intervals resample: as asked for, else `block`, else several documents, else windows."""
+    names = [asked] if asked else ["block", "document"]
+    found = [(name, _column(comparison, name)) for name in names]
+    several = [(name, ids) for name, ids in found if ids is not None and (asked or len(ids.unique()) > 1)]
+    if asked and not several:
+        raise _no_column(comparison, "--blocks", asked)
+    name, ids = several[0] if several else ("window", _column(comparison, "window"))
+    assert ids is not None
+    comparison.block = ids
+    comparison.blocks_are = {"window": "windows", "document": "documents"}.get(name, f"blocks of `{name}`")
+
+
+def _choose_groups(comparison: Comparison, asked: str) -> None:
+    name = asked or "group"
+    ids = _column(comparison, name)
+    if ids is None and asked:
+        raise _no_column(comparison, "--groups", asked)
+    if ids is not None:
+        known, comparison.group = ids.unique(return_inverse=True)
+        named = next((each.layout.names for each in comparison.sources if name in each.layout.columns), None)
+        comparison.groups = [named[i] if name == "group" and named else str(i) for i in known.tolist()]
+
+
+def _column(comparison: Comparison, name: str) -> Tensor | None:
+    """Of the rows that count, by the first source that has it."""
+    if name == "window":
+        return comparison.layout.window[comparison.index[comparison.teller]]
+    for each, rows in zip(comparison.sources, comparison.index, strict=True):
+        if name in each.layout.columns:
+            return each.layout.columns[name][rows]
+    return None
+
+
+def _no_column(comparison: Comparison, option: str, asked: str) -> MismatchError:
+    known = sorted({"window"}.union(*(each.layout.columns for each in comparison.sources)))
+    return MismatchError(f"{option} {asked}: no file has such a column; there are {', '.join(known)}")
 
 
 def first_scored(score: str, length: int) -> int:
@@ -178,8 +230,8 @@ def run(
                 _note_rounding(comparison, i + 1, candidate)
                 comparison.reports[i].add(
                     statistics(candidate, reference, labels if has_labels else None, comparison.compat),
-                    block=layout.block[told],
-                    group=None if layout.group is None else layout.group[told],
+                    block=comparison.block[part],
+                    group=None if comparison.group is None else comparison.group[part],
                     row=told,
                 )
                 del candidate
@@ -274,16 +326,25 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
 
 def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     """Everything that was found, as plain data."""
-    reports = dict(zip(comparison.names, comparison.reports, strict=False))
-    layout = comparison.layout
+    layout, reports, no_numbers = comparison.layout, {}, []
     decode = decoder(comparison.sources)
     candidates: list[dict[str, Any]] = []
-    for (name, report), source in zip(reports.items(), comparison.candidates, strict=True):
+    for name, report, source in zip(comparison.names, comparison.reports, comparison.candidates, strict=False):
         summary = report.summary()
+        if not summary["rows"] and summary.get("rows_not_numbers"):
+            no_numbers.append(name)
+            continue
+        reports[name] = report
         if "by_group" in summary:
-            summary["by_group"] = {layout.groups[i]: of for i, of in summary["by_group"].items()}
+            summary["by_group"] = {comparison.groups[i]: of for i, of in summary["by_group"].items()}
         summary["worst"] = [in_context(row, layout, decode) for row in report.worst(worst)]
         candidates.append({"name": name, "path": str(source.path), "about": source.about} | summary)
+    if not candidates:
+        of_reference = comparison.reports[0].rows()["target_entropy"].isnan().all()
+        raise MismatchError(
+            f"{comparison.reference.path if of_reference else ', '.join(no_numbers)}: all {len(comparison.index[0])} "
+            "rows are not numbers (NaN or no finite logit)"
+        )
     read = candidates[0]["rows"] + candidates[0].get("rows_not_numbers", 0)
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -299,15 +360,20 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
         "rows_read": read,
         "complete": read == comparison.asked and not comparison.interrupted,
         "interrupted": comparison.interrupted,
-        "blocks_are": "documents" if torch.any(layout.block != layout.window) else "windows",
+        "blocks_are": comparison.blocks_are,
+        "left_out": no_numbers,
         "floor": None,
         "candidates": candidates,
         "differences": list(differences(reports)) if read else [],
     }
     if comparison.floor is not None:
-        found["floor"] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
-        for each in candidates:
-            each["below_floor"] = bool(read) and each["kl"]["mean"] <= found["floor"]["kl"]["mean"]
+        of_floor: dict[str, Any] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
+        if "kl" in of_floor:
+            found["floor"] = of_floor
+            for each in candidates:
+                each["below_floor"] = each["kl"]["mean"] <= of_floor["kl"]["mean"]
+        elif read:
+            found["left_out"].append(str(comparison.floor.path))
     found["warnings"] = list(warnings(comparison, found))
     return found
 
@@ -337,6 +403,8 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
             "llama.cpp's files do not say what lies 16 nats below a row's best token: all of that is one bucket. "
             "KLD is known to about 2e-5, reverse KLD roughly, and a true token there has a bound as its probability"
         )
+    for name in found["left_out"]:
+        yield f"{name} is left out: all its rows are not numbers (NaN or no finite logit)"
     left_out = max(each.get("rows_not_numbers", 0) for each in found["candidates"])
     if left_out:
         yield f"{left_out} rows are not numbers (NaN) and left out of all figures"
@@ -348,13 +416,15 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
 def decoder(sources: Sequence[Source]) -> Callable[[list[int]], str]:
     """Text of token ids by a recording's tokenizer, or the ids themselves."""
     for source in sources:
-        path = source.path / str(source.about.get("tokenizer"))
-        if isinstance(source, Recording) and path.is_file():
+        name = source.about.get("tokenizer")
+        path = source.path / str(name)
+        if isinstance(source, Recording) and name and path.is_file():
             try:
                 from tokenizers import Tokenizer
-            except ImportError:
+
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # it is not installed, or cannot read the file and raises nothing narrower
                 break
-            tokenizer = Tokenizer.from_file(str(path))
             return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
     return lambda ids: " ".join(map(str, ids))
 

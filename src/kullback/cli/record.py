@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import kullback
 from kullback.cli import runs
-from kullback.cli.runs import NO_TOKEN, MismatchError
+from kullback.cli.runs import NO_TOKEN, MismatchError, replace
 from kullback.integrations import transformers as integration
 
 SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
@@ -72,7 +71,10 @@ def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, colu
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
     if path.is_dir() or _begins(path, runs.MAGIC):
         return _tokens_again(path, tokenizer, windows)
-    documents = list(_documents(path, column))
+    try:
+        documents = list(_documents(path, column))
+    except UnicodeDecodeError as error:
+        raise MismatchError(f"{path} is no text in UTF-8: {error}") from error
     names = sorted({name for _, name in documents if name is not None})
     parts, document, group = [], [], []
     first = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
@@ -120,13 +122,14 @@ def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
     if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
         tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
     document = torch.arange(len(tokens))
-    document[layout.window] = layout.block
-    group = None
-    if layout.group is not None:
+    columns, group = layout.columns, None
+    if "document" in columns:
+        document[layout.window] = columns["document"]
+    if "group" in columns and layout.names is not None:
         group = torch.zeros(len(tokens), dtype=torch.int32)
-        group[layout.window] = layout.group.int()
+        group[layout.window] = columns["group"].int()
     cut = slice(windows)
-    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.groups)
+    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.names or [])
 
 
 def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
@@ -253,13 +256,3 @@ def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
             "cannot hold: --dtype bfloat16 or float32 can"
         )
     return kept
-
-
-def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Written under another name, so that a broken write leaves nothing under this one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
