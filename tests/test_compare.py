@@ -420,9 +420,12 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 2e-6), ("candidate.kld", 3e-5)])
+@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 2e-6), ("candidate.kld", 5e-6)])
 def test_llama_cpps_own_report(tmp_path, candidate, tight):
-    """Its base file beside a float run of the candidate; and beside the candidate's base file, of 16-bit entries."""
+    """Its base file beside a float run of the candidate; and beside its base file, of rounded entries.
+
+    llama.cpp had the candidate unrounded: by the entries as they stand, percentiles are 2e-5 off.
+    """
     found = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / candidate, "--compat", "llama.cpp")
     (each,), text = found["candidates"], told()
     divergence, probability = text["KL divergence statistics"], text["Token probability statistics"]
@@ -496,7 +499,14 @@ def test_two_base_files_share_one_bucket(tmp_path):
     assert any("one bucket" in warning for warning in found["warnings"])
     found_by(tmp_path, *files, "--compat", "llama.cpp", "--rows", tmp_path / "rows.safetensors")
     literal = np.where(p > -16, np.exp(p) * (p - q), 0).sum(-1)
-    assert abs(floats_of(tmp_path / "rows.safetensors", "kl") - literal).max() < 2e-6
+    found = floats_of(tmp_path / "rows.safetensors", "kl")
+    hidden, weight = (floats(np.fromfile(FIXTURE / f"candidate-run/{name}.safetensors", np.uint8))
+                      for name in ("rows-00001-of-00001", "head"))  # fmt: skip
+    live = log_softmax(hidden.reshape(16, 15, -1)[:, 8:].reshape(112, -1) @ weight.T)
+    truth = np.where(p > -16, np.exp(p) * (p - live), 0).sum(-1)
+    root_mean_square = lambda error: math.sqrt((error**2).mean())
+    assert root_mean_square(found - truth) < root_mean_square(literal - truth) / 5
+    assert abs(found - literal).max() < 16 / 65535 / 2  # no entry is moved by more than it may have been rounded
 
 
 def floats_of(path, name):

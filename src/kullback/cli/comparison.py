@@ -246,6 +246,8 @@ def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: 
         dtype = torch.promote_types(x.dtype, y.dtype)
         return kullback.row_statistics(x.to(dtype), y.to(dtype), labels)
     log_q, log_p = (_log_probs(side) for side in (candidate, reference))
+    if compat and candidate.floored is not None:
+        log_q = _adding_up(log_q, candidate.floored)
     found = kullback.row_statistics(*_with_bucket(candidate, reference, log_q, log_p), form="log_probs")
     top, target_top = log_q.argmax(-1), log_p.argmax(-1)
     found = found._replace(top_token=top, target_top_token=target_top, agreement=top == target_top)
@@ -258,6 +260,28 @@ def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: 
 def _log_probs(side: Read) -> Tensor:
     """A file's as they stand, which is an upper bound of what lies at its floor."""
     return side.values if side.floored is not None else side.values.float().log_softmax(-1)
+
+
+BELOW_FLOOR = 0.14, 0.07  # of what is stored at the floor, what lies there: mean and spread over rows of SmolLM2
+
+
+def _adding_up(log_q: Tensor, floored: Tensor) -> Tensor:
+    """A file's entries as llama.cpp has them before it writes, as far as their sum of 1 tells.
+
+    Each is rounded to a 65535th of the row's span, but for the best token's, which is exact. What their masses are off
+    by is rounding and what lies at the floor, told apart by their variances; all others are moved together.
+    """
+    best = log_q.argmax(-1, keepdim=True)
+    masses = log_q.double().exp()
+    others = torch.where(floored, 0, masses).scatter(-1, best, 0)
+    floor = torch.where(floored, masses, 0).sum(-1, keepdim=True)
+    known = others.sum(-1, keepdim=True)
+    off = known - 1 + masses.gather(-1, best) + BELOW_FLOOR[0] * floor
+    step = (log_q.amax(-1, keepdim=True) - log_q.amin(-1, keepdim=True)).double() / 65535
+    of_rounding = step.square() / 12 * others.square().sum(-1, keepdim=True)
+    off = off * of_rounding / (of_rounding + (BELOW_FLOOR[1] * floor).square())
+    shift = torch.log1p(-off / known).nan_to_num(0.0)
+    return torch.where(others > 0, log_q + shift.clamp(-step / 2, step / 2), log_q).to(log_q.dtype)
 
 
 def _with_bucket(x: Read, y: Read, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
