@@ -126,7 +126,8 @@ def rows_of(pair):
 
 def test_each_figure_is_its_definition(pair):
     reference, candidate, labels, block = rows_of(pair)
-    found = report_of(reference, candidate, labels, block, group=torch.as_tensor(block % 2)).summary()
+    top = compare.top_agreement(*(torch.as_tensor(t) for t in (candidate, reference)))
+    found = report_of(reference, candidate, labels, block, group=torch.as_tensor(block % 2), top=top).summary()
     p, q = log_softmax(reference), log_softmax(candidate)
     kl, reverse = (np.exp(p) * (p - q)).sum(-1), (np.exp(q) * (q - p)).sum(-1)
     m = np.log((np.exp(p) + np.exp(q)) / 2)
@@ -145,6 +146,11 @@ def test_each_figure_is_its_definition(pair):
     assert close(found["kl"]["error_if_independent"], kl.std() / math.sqrt(ROWS - 1))
     assert close(found["overlap"]["mean"], overlap.mean())
     assert (found["same_top"]["mean"], found["flips"]) == (same.mean(), (~same).sum())
+    for k in (5, 10):
+        first = [np.argsort(-side, -1, kind="stable")[:, :k] for side in (p, q)]
+        shared = [len(set(a) & set(b)) / k for a, b in zip(*first, strict=True)]
+        assert close(found["top_agreement"][str(k)]["mean"], np.mean(shared))
+        assert 0.3 < np.mean(shared) < 0.99
     assert close(found["perplexity"]["candidate"]["mean"], math.exp(-own.mean()))
     assert close(found["perplexity"]["reference"]["mean"], math.exp(-other.mean()))
     assert close(found["perplexity"]["log_ratio"]["mean"], (other - own).mean())
@@ -163,6 +169,20 @@ def test_each_figure_is_its_definition(pair):
     assert close(found["by_group"][1]["kl"]["mean"], kl[block % 2 == 1].mean())
     for x, share in found["kl"]["share_above"]:
         assert close(share, (kl > x).mean())
+
+
+@pytest.mark.parametrize("vocab", [3, 10, 192 * 20, 192 * 21, 192 * 40 + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_tokens_of_every_vocabulary(vocab, dtype):
+    """The largest may share a segment, or lie after the last whole one; equal ones are of one value."""
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(40, vocab))).to(dtype)
+    logits[:10] = logits[:10].sort(-1).values
+    logits[10:20] = logits[10:20].sort(-1, descending=True).values
+    found = compare.top_tokens(logits)
+    expected = np.sort(logits.double().numpy(), -1)[:, ::-1][:, :10]
+    assert np.array_equal(logits.gather(-1, found).double().numpy(), expected)
+    assert all(len(set(row)) == min(10, vocab) for row in found.tolist())
+    assert bool((compare.top_agreement(logits, logits) == 1).all())
 
 
 def test_a_model_beside_itself_is_zero_without_a_doubt(pair):
@@ -324,6 +344,47 @@ def test_recordings_have_the_logits_of_their_heads(tmp_path, hidden):
     assert each["kl"]["mean"] == pytest.approx(kl[there].mean(), rel=1e-6)
     assert each["kl"]["max"] == pytest.approx(kl[there].max(), rel=1e-6)
     assert each["by_group"]["prose"]["kl"]["mean"] == pytest.approx(kl[1::2][there[1::2]].mean(), rel=1e-6)
+
+
+def test_blocks_and_groups_by_a_column(tmp_path, hidden):
+    """Any integers beside tokens or logits, of windows or of rows."""
+    reference, candidate, head, tokens = hidden
+    columns = {"document": np.zeros(WINDOWS), "group": np.arange(WINDOWS) % 2, "groups": ["code", "prose"]}
+    write_run(tmp_path / "a", reference, head, tokens, **columns)
+    path = tmp_path / "a/tokens.safetensors"
+    save_file({**load_numpy(path), "source": np.arange(WINDOWS).astype(np.int32) // 4 + 7}, path)
+    write_run(tmp_path / "b", candidate, head, tokens)
+    logits = {"logits": logits_of(candidate, head), "tokens": tokens, "part": np.arange(ROWS) // 3}
+    save_file(logits, tmp_path / "c.safetensors")
+    pair = tmp_path / "b", tmp_path / "a", tmp_path / "c.safetensors"
+    kl = kl_rows(logits_of(candidate, head), logits_of(reference, head)).reshape(-1)
+    for options, blocks, count, groups in (
+        ([], "windows", WINDOWS, {"code": np.arange(ROWS) // 8 % 2 == 0}),  # of one document
+        (["--blocks", "document"], "documents", 1, {}),
+        (["--blocks", "window"], "windows", WINDOWS, {}),
+        (["--blocks", "source"], "blocks of `source`", 3, {}),
+        (["--blocks", "part", "--groups", "source"], "blocks of `part`", 32, {"8": np.arange(ROWS) // 32 == 1}),
+        (["--groups", "part"], "windows", WINDOWS, {"5": np.arange(ROWS) // 3 == 5}),
+        (["--groups", "window"], "windows", WINDOWS, {"11": np.arange(ROWS) // 8 == 11}),
+    ):
+        found = found_by(tmp_path, *pair, *options)
+        each = found["candidates"][0]
+        assert (found["blocks_are"], each["blocks"]) == (blocks, count)
+        assert (each["kl"]["interval"] is None) == (count < 10)
+        for name, inside in groups.items():
+            assert each["by_group"][name]["rows"] == inside.sum()
+            assert each["by_group"][name]["kl"]["mean"] == pytest.approx(kl[inside].mean(), rel=1e-6)
+    for option in ("--blocks", "--groups"):
+        result = run(*pair, option, "cluster")
+        assert result.exit_code == 3
+        words = f"{option} cluster: no file has such a column; there are document, group, part, source, window"
+        assert words in " ".join(result.output.split())
+
+
+def load_numpy(path):
+    from safetensors.numpy import load_file
+
+    return load_file(path)
 
 
 def test_a_recording_beside_logits(tmp_path, hidden):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kullback
 from kullback.cli.runs import Layout, LlamaCpp, MismatchError, Read, Recording, Source
-from kullback.compare import Report, paired
+from kullback.compare import Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
 
@@ -226,6 +226,7 @@ def run(
             )
             reference = next(reads)
             _note_rounding(comparison, 0, reference)
+            target_top = top_tokens(reference.values)
             for i, candidate in enumerate(reads):
                 _note_rounding(comparison, i + 1, candidate)
                 comparison.reports[i].add(
@@ -233,6 +234,7 @@ def run(
                     block=comparison.block[part],
                     group=None if comparison.group is None else comparison.group[part],
                     row=told,
+                    top=common(top_tokens(candidate.values), target_top),
                 )
                 del candidate
             tell(len(part) * world)
