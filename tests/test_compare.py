@@ -744,6 +744,39 @@ def test_rounded_logits_tell_their_floor(tmp_path):
     assert "were rounded to" not in run(tmp_path / "b.safetensors", tmp_path / "b.safetensors").output
 
 
+def test_rounding_of_logits_that_are_not_finite(tmp_path):
+    """Minus infinity is exact; rows that are NaN say nothing of rounding."""
+    exact = torch.from_numpy(np.random.default_rng(1).normal(size=(64, 300)) * 6)
+    exact[:, ::7] = -math.inf
+    for name, dtype in (("a", torch.float16), ("b", torch.float32)):
+        save_torch({"logits": exact.to(dtype)}, tmp_path / f"{name}.safetensors")
+    said = r"rounded to float16: that alone makes a mean KLD of about ([\d.e-]+)\. "
+    text = " ".join(run(tmp_path / "a.safetensors", tmp_path / "b.safetensors").output.split())
+    done = kl_rows(np.where(exact.isinf(), -1e4, exact.half()), np.where(exact.isinf(), -1e4, exact)).mean()
+    assert float(re.search(said, text)[1]) == pytest.approx(done, rel=0.5)
+    exact[0] = math.nan
+    save_torch({"logits": exact.half()}, tmp_path / "a.safetensors")
+    result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert result.exit_code == 0
+    assert float(re.search(said, " ".join(result.output.split()))[1]) == pytest.approx(done, rel=0.5)
+    exact[1:] = math.nan
+    exact[5] = 0.0  # which is not among the rows that are asked
+    save_torch({"logits": exact.half()}, tmp_path / "a.safetensors")
+    assert "were rounded to" not in run(tmp_path / "a.safetensors", tmp_path / "a.safetensors").output
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 20])
+def test_chunks_of_any_size_make_one_report(tmp_path, pair, monkeypatch, rows):
+    """They may end within a tensor, and go over several."""
+    reference, candidate, _ = pair
+    for name, logits in (("a", reference), ("b", candidate)):
+        save_file({f"prompt_{i}": each[: 8 - i % 3] for i, each in enumerate(logits)}, tmp_path / f"{name}.safetensors")
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    whole = found_by(tmp_path, *paths, "--score", "1:")
+    monkeypatch.setattr(comparison, "CHUNK_BYTES", 4 * VOCAB * rows)
+    assert found_by(tmp_path, *paths, "--score", "1:") == whole
+
+
 def test_floor_and_differences_between_candidates(tmp_path, pair):
     reference, candidate, tokens = pair
     draw = np.random.default_rng(2)

@@ -176,11 +176,11 @@ def top_tokens(logits: Tensor) -> Tensor:
     if whole <= 2 * k:
         return logits.topk(k).indices
     segments = logits[:, : whole * SEGMENT].unflatten(-1, (whole, SEGMENT))
-    starts = segments.amax(-1).topk(k).indices.unsqueeze(-1) * SEGMENT
+    starts = segments.amax(-1).float().topk(k).indices.unsqueeze(-1) * SEGMENT
     inside = (starts + torch.arange(SEGMENT, device=logits.device)).flatten(1)
     rest = torch.arange(whole * SEGMENT, logits.size(-1), device=logits.device).expand(len(logits), -1)
     ids = torch.cat([inside, rest], -1)
-    return ids.gather(-1, logits.gather(-1, ids).topk(k).indices)
+    return ids.gather(-1, logits.gather(-1, ids).float().topk(k).indices)
 
 
 SIDES = {"candidate": "", "reference": "target_"}

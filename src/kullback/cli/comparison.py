@@ -21,9 +21,10 @@ from kullback.statistics import RowStatistics
 
 FORMAT = "kullback-compare/1"
 CHUNK_BYTES = 1 << 26  # of a side's logits in float32
+FROM_FILE_BYTES = 1 << 24  # where a CPU only reads them: a chunk is still in its cache when it is worked on
 LLAMA_CPP = "llama.cpp"
 LEAST = -16.0  # llama.cpp leaves out the terms of tokens below this log-probability
-SAMPLE = 16  # one row of so many is asked what its rounding does
+SAMPLE, SAMPLED = 16, 200  # one row of 16 is asked what its rounding does, or so many of all
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -212,14 +213,16 @@ def run(
     comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
 ) -> None:
     """One pass over all rows, of which each rank takes its share. An interrupt ends it with what was read."""
-    step = max(1, CHUNK_BYTES // (4 * comparison.vocab))
+    makes_logits = device.type != "cpu" or any(getattr(each, "head", None) for each in comparison.sources)
+    at_once = CHUNK_BYTES if makes_logits else min(CHUNK_BYTES, FROM_FILE_BYTES)
+    step = max(1, at_once // (4 * comparison.vocab))
     layout, teller = comparison.layout, comparison.teller
     chunks = torch.arange(len(comparison.index[0])).split(step)
+    has_labels = bool((layout.label != IGNORED).any())
     try:
         for part in chunks[rank::world]:
             told = comparison.index[teller][part]
-            labels = layout.label[told].to(device)
-            has_labels = bool((layout.label != IGNORED).any())
+            labels = layout.label[told].to(device) if has_labels else None
             reads = (
                 each.read(index[part], comparison.vocab, device)
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
@@ -230,7 +233,7 @@ def run(
             for i, candidate in enumerate(reads):
                 _note_rounding(comparison, i + 1, candidate)
                 comparison.reports[i].add(
-                    statistics(candidate, reference, labels if has_labels else None, comparison.compat),
+                    statistics(candidate, reference, labels, comparison.compat),
                     block=comparison.block[part],
                     group=None if comparison.group is None else comparison.group[part],
                     row=told,
@@ -324,12 +327,13 @@ def _note_rounding(comparison: Comparison, which: int, read: Read) -> None:
     source = comparison.sources[which]
     if source.rounded is None:
         return
-    values = read.values[::SAMPLE].float()
-    bits = 7 if source.rounded == torch.bfloat16 else 10
-    unit = torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 1 - bits)
-    p = values.softmax(-1)
-    rows = (p * (1 - p) * unit.square()).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
-    comparison.rounding.setdefault(str(source.path), []).extend(rows.tolist())
+    kept = read.values[:: max(SAMPLE, len(comparison.index[0]) // SAMPLED)]
+    exponent, bits = (0x7F80, 7) if source.rounded == torch.bfloat16 else (0x7C00, 10)
+    unit = (kept.contiguous().view(torch.int16) & exponent).view(kept.dtype).float().mul_(2.0**-bits)
+    unit = unit.square_().nan_to_num_(posinf=0.0)  # what is infinite is exact
+    p = kept.float().softmax(-1)
+    rows = unit.mul_(p).mul_(1 - p).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
+    comparison.rounding.setdefault(str(source.path), []).extend(rows[~rows.isnan()].tolist())
 
 
 def gather(comparison: Comparison, rank: int, world: int) -> bool:
@@ -417,6 +421,8 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
         why = "interrupted" if found["interrupted"] else "a file is cut or a recording has not ended"
         yield f"{found['rows_read']} of {found['rows_asked']} rows were read: {why}"
     for path, rows in comparison.rounding.items():
+        if not rows:
+            continue
         source = next(each for each in comparison.sources if str(each.path) == path)
         kept = str(source.rounded).removeprefix("torch.")
         yield (

@@ -5,6 +5,7 @@ All are read a chunk of rows at a time, and end at their last whole row.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import hashlib
 import json
@@ -54,12 +55,16 @@ class Table:
     def read(self, start: int, stop: int) -> Tensor:
         if stop <= start:
             return torch.empty(0, self.columns, dtype=self.dtype)
-        buffer = bytearray((stop - start) * self.row_bytes)
-        with self.path.open("rb") as file:
+        values = torch.empty(stop - start, self.columns, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + start * self.row_bytes)
-            if file.readinto(buffer) != len(buffer):
-                raise MismatchError(f"{self.path} has become shorter while it was read")
-        return torch.frombuffer(buffer, dtype=self.dtype).view(-1, self.columns)
+            into, there = values.view(torch.uint8).numpy().data.cast("B"), 0
+            while there < len(into):
+                count = file.readinto(into[there:])
+                if not count:
+                    raise MismatchError(f"{self.path} has become shorter while it was read")
+                there += count
+        return values
 
 
 class Entry(NamedTuple):
@@ -261,7 +266,8 @@ class Shards:
     def read(self, rows: Tensor) -> Tensor:
         """Rows in ascending order."""
         parts = []
-        for table, start in zip(self.tables, self.starts, strict=False):
+        first, last = (bisect.bisect_right(self.starts, int(rows[end])) - 1 for end in (0, -1))
+        for table, start in zip(self.tables[first : last + 1], self.starts[first : last + 1], strict=True):
             own = rows[(rows >= start) & (rows < start + table.whole)] - start
             if len(own):
                 low, high = int(own[0]), int(own[-1]) + 1
