@@ -439,6 +439,28 @@ def test_hidden_states_before_the_norm_are_refused(tmp_path, hidden):
     assert "`kullback record` of the model writes one" in result.output
 
 
+@pytest.mark.parametrize("stored_before", [True, False])
+def test_the_final_norm_is_applied_to_hidden_states_that_lack_it(tmp_path, hidden, stored_before):
+    """Where the head's file has it. Which states lack it is seen by how well they predict."""
+    before, changed, head, tokens = hidden
+    weight = np.linspace(0.5, 2, HIDDEN).astype(np.float32)
+    before, changed = (40 * states.astype(np.float32) for states in (before, changed))
+    norm = lambda x: x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 0.1) * weight
+    tokens = likely(norm(before), head, tokens)
+    full = {**head, "norm": weight, "norm_eps": np.array([0.1], np.float32)}
+    for name, states in (("a", before), ("b", changed)):
+        stored = states if stored_before else norm(states).astype(np.float32)
+        write_prompts(tmp_path / name, stored, tokens, full, range(WINDOWS))
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b")
+    kl = kl_rows(logits_of(norm(before), head), logits_of(norm(changed), head))
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl.mean(), rel=1e-5)
+    assert any("it was applied" in warning for warning in found["warnings"]) == stored_before
+    save_file({**full, "norm": weight[:3]}, tmp_path / "b/head.safetensors")
+    result = run(tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 3
+    assert "norm and norm_eps must be of [6]" in " ".join(result.output.split())
+
+
 # llama.cpp
 
 

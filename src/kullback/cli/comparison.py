@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
-from kullback.cli.runs import Layout, LlamaCpp, MismatchError, Read, Recording, Source
+from kullback.cli.runs import APPLIED, Layout, LlamaCpp, MismatchError, Read, Recording, Source
 from kullback.compare import Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
@@ -429,6 +429,9 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
             f"logits of {path} were rounded to {kept}: that alone makes a mean KLD of about "
             f"{sum(rows) / len(rows):.2g}. Hidden states in float16 have no such floor"
         )
+    for each in comparison.sources:
+        if each.about.get("norm") == APPLIED:
+            yield f"hidden states of {each.path} were stored before the final norm: it was applied"
     of_llama = [each for each in comparison.sources if isinstance(each, LlamaCpp)]
     if of_llama and not comparison.compat:
         yield (

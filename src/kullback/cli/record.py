@@ -216,7 +216,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     tensors |= {} if text.group is None else {"group": text.group}
     replace(folder / runs.TOKENS, lambda path: save_file(tensors, path))
     if what == "hidden":
-        replace(folder / runs.HEAD, lambda path: save_file(weights, path))
+        replace(folder / runs.HEAD, lambda path: save_file(weights | final_norm(model), path))
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is not None:
         replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
@@ -239,6 +239,38 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
             replace(folder / shard, lambda path, kept=kept: save_file(kept, path))  # type: ignore[misc]
         first += rows
     return there
+
+
+NORM_EPS = "variance_epsilon", "eps"  # as transformers' modules call it
+NORM_ERROR = 0.01  # relative: more than rounding to bfloat16, less than a formula that is another
+
+
+def final_norm(model: Model) -> dict[str, Tensor]:
+    """Weight and epsilon of the RMSNorm before the head, which other programs' hidden states may lack; {} of others."""
+    decoder, seen = model.get_decoder(), []
+    if not isinstance(decoder, torch.nn.Module):
+        return {}
+    hooks = [
+        module.register_forward_hook(lambda module, given, said: seen.append((module, given[0], said)))
+        for module in decoder.children()
+        if getattr(module, "weight", None) is not None and any(hasattr(module, name) for name in NORM_EPS)
+    ]
+    try:
+        ids = torch.arange(8, device=integration.head_of(model).weight.device)[None]
+        with torch.no_grad():
+            last = integration.hidden_states(model, {"input_ids": ids, "use_cache": False})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, given, said in seen:
+        eps = next(float(getattr(module, name)) for name in NORM_EPS if hasattr(module, name))
+        x = given.double()
+        normalised = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        for weight in (module.weight, 1 + module.weight.float()):  # the second is Gemma's
+            error = (normalised * weight - last.double()).norm() / last.double().norm()
+            if said.shape == last.shape and error < NORM_ERROR:
+                return {"norm": weight.detach().cpu().contiguous().clone(), "norm_eps": torch.tensor([eps])}
+    return {}
 
 
 def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:

@@ -235,6 +235,15 @@ class Head:
                     f"{list(value.shape)}, and weight has {len(self.weight)} rows"
                 )
         self.scale, self.softcap = scale, softcap
+        self.norm: tuple[Tensor, float] | None = None  # of the model's last layer, which stands before the head
+        if "norm" in held and "norm_eps" in held:
+            weight, eps = (tensor(path, name, held[name], 1).float() for name in ("norm", "norm_eps"))
+            if weight.shape != self.weight.shape[1:] or eps.shape != (1,) or not float(eps[0]) >= 0:
+                raise MismatchError(
+                    f"{path}: norm and norm_eps must be of [{self.weight.size(1)}] and of one number from 0 on; got "
+                    f"{list(weight.shape)} and {_short(eps.tolist())}"
+                )
+            self.norm = weight, float(eps[0])
         self._ready: tuple[int, torch.device, Tensor, Tensor | None] | None = None
 
     def logits(self, hidden: Tensor, vocab: int, device: torch.device) -> Tensor:
@@ -507,7 +516,7 @@ class HiddenFiles:
     rounded: torch.dtype | None = None
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        self.path, self.about = path, {"what": "hidden"}
+        self.path, self.about = path, {"what": "hidden", "norm": "as stored"}
         folder = path if path.is_dir() else path.parent
         if not (folder / HEAD).exists():
             raise MismatchError(
@@ -552,21 +561,35 @@ class HiddenFiles:
             own = position[window == each]
             low, high = int(own[0]), int(own[-1]) + 1
             parts.append(_selected(self.tables[each].read(low, high), own, low)[:, -self.hidden :])
-        return Read(self.head.logits(torch.cat(parts), vocab, device))
+        states = torch.cat(parts)
+        if self.about["norm"] == APPLIED and self.head.norm is not None:
+            weight, eps = self.head.norm
+            states = states.float()
+            states = states * (states.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return Read(self.head.logits(states, vocab, device))
 
     def _check_norm(self) -> None:
-        """States before the final norm predict the text worse than chance does."""
+        """States before the final norm predict the text worse than chance does. Whether they are is seen by that."""
         rows = torch.arange(min(self.rows, 256))
         if len(rows) == 0:
             return
-        logits = self.read(rows, self.vocab, torch.device("cpu")).values
-        loss = float(torch.nn.functional.cross_entropy(logits, self.layout.label[rows]))
+        losses = {}
+        for norm in ("as stored", *([APPLIED] if self.head.norm is not None else [])):
+            self.about["norm"] = norm
+            logits = self.read(rows, self.vocab, torch.device("cpu")).values
+            loss = float(torch.nn.functional.cross_entropy(logits, self.layout.label[rows]))
+            losses[norm] = loss if math.isfinite(loss) else math.inf
+        self.about["norm"] = min(losses, key=lambda norm: losses[norm])
+        loss = losses[self.about["norm"]]
         if not loss < math.log(self.vocab):
             raise MismatchError(
                 f"{self.path}: these hidden states predict their own text at {loss:.1f} nats a token, worse than "
                 f"chance ({math.log(self.vocab):.1f}). The head reads them after the final norm; were they stored "
-                "before it?"
+                f"before it? If {HEAD} has norm and norm_eps, as `kullback record` writes them, it is applied"
             )
+
+
+APPLIED = "applied"
 
 
 class LlamaCpp:
