@@ -172,10 +172,11 @@ def test_each_figure_is_its_definition(pair):
 
 
 @pytest.mark.parametrize("vocab", [3, 10, 192 * 20, 192 * 21, 192 * 40 + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_top_tokens_of_every_vocabulary(vocab, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [0, 20, -20])
+def test_top_tokens_of_every_vocabulary(vocab, dtype, offset):
     """The largest may share a segment, or lie after the last whole one; equal ones are of one value."""
-    logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(40, vocab))).to(dtype)
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(40, vocab)) + offset).to(dtype)
     logits[:10] = logits[:10].sort(-1).values
     logits[10:20] = logits[10:20].sort(-1, descending=True).values
     found = compare.top_tokens(logits)
@@ -822,6 +823,16 @@ def test_floor_and_differences_between_candidates(tmp_path, pair):
     output = " ".join(run(*paths, "--floor", tmp_path / "again.safetensors").output.split())
     assert "same.safetensors *" in output
     assert "this KLD says nothing of the candidate" in output
+
+
+def test_rows_that_one_file_lacks_count_for_none(tmp_path):
+    """A floor of llama.cpp's has second halves alone; 8 of 15 rows of a window are before."""
+    runs = FIXTURE / "base-run", FIXTURE / "candidate-run"
+    found = found_by(tmp_path, *runs)
+    assert (found["rows_read"], found["warnings"]) == (16 * 15, [])
+    found = found_by(tmp_path, *runs, "--floor", FIXTURE / "base.kld")
+    assert (found["rows_read"], found["complete"], found["first_position"]) == (16 * 7, True, 8)
+    assert any(f"{16 * 8} more rows of the reference are not in" in warning for warning in found["warnings"])
 
 
 def test_ranks_share_rows(tmp_path, files):

@@ -51,6 +51,9 @@ class Comparison:
     groups: list[str] = field(default_factory=list)
     asked: int = 0  # rows that count, whether they are there or not
     reports: list[Report] = field(default_factory=list)
+    absent: dict[str, int] = field(
+        default_factory=dict
+    )  # of a file's path: rows of the reference that it has no place for
     rounding: dict[str, list[float]] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -92,6 +95,9 @@ def plan(
     found = [torch.arange(len(layout.window))]
     for each in comparison.sources[1:]:
         found.append(_rows_in(each, reference))
+        absent = int((known & (found[-1] < 0)).sum())
+        if absent:
+            comparison.absent[str(each.path)] = absent
         known &= found[-1] >= 0
     if not known.any():
         raise MismatchError(
@@ -228,10 +234,10 @@ def run(
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
             )
             reference = next(reads)
-            _note_rounding(comparison, 0, reference)
+            _note_rounding(comparison, 0, reference, part)
             target_top = top_tokens(reference.values)
             for i, candidate in enumerate(reads):
-                _note_rounding(comparison, i + 1, candidate)
+                _note_rounding(comparison, i + 1, candidate, part)
                 comparison.reports[i].add(
                     statistics(candidate, reference, labels, comparison.compat),
                     block=comparison.block[part],
@@ -322,14 +328,17 @@ def _of_labels(labels: Tensor, log_q: Tensor, log_p: Tensor) -> dict[str, Tensor
     return found
 
 
-def _note_rounding(comparison: Comparison, which: int, read: Read) -> None:
+def _note_rounding(comparison: Comparison, which: int, read: Read, part: Tensor) -> None:
     """The kl that the rounding of 16-bit logits alone makes: half the variance, under the row, of its error."""
     source = comparison.sources[which]
     if source.rounded is None:
         return
-    kept = read.values[:: max(SAMPLE, len(comparison.index[0]) // SAMPLED)]
+    asked = part % max(SAMPLE, len(comparison.index[0]) // SAMPLED) == 0
+    if not asked.any():
+        return
+    kept = read.values[asked.to(read.values.device)]
     exponent, bits = (0x7F80, 7) if source.rounded == torch.bfloat16 else (0x7C00, 10)
-    unit = (kept.contiguous().view(torch.int16) & exponent).view(kept.dtype).float().mul_(2.0**-bits)
+    unit = (kept.view(torch.int16) & exponent).view(kept.dtype).float().mul_(2.0**-bits)
     unit = unit.square_().nan_to_num_(posinf=0.0)  # what is infinite is exact
     p = kept.float().softmax(-1)
     rows = unit.mul_(p).mul_(1 - p).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
@@ -420,6 +429,8 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
     if not found["complete"]:
         why = "interrupted" if found["interrupted"] else "a file is cut or a recording has not ended"
         yield f"{found['rows_read']} of {found['rows_asked']} rows were read: {why}"
+    for path, count in comparison.absent.items():
+        yield f"{count} more rows of the reference are not in {path}, and so count for none"
     for path, rows in comparison.rounding.items():
         if not rows:
             continue
