@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,17 @@ def _rows_in(source: Source, reference: Source) -> Tensor:
     return places[layout.window, layout.position]
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For passes that are short: where others use the cores too, threads would wait longer for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run(
     comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
 ) -> None:
@@ -234,16 +246,19 @@ def run(
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
             )
             reference = next(reads)
-            _note_rounding(comparison, 0, reference, part)
-            target_top = top_tokens(reference.values)
+            with _one_thread():
+                _note_rounding(comparison, 0, reference, part)
+                target_top = top_tokens(reference.values)
             for i, candidate in enumerate(reads):
-                _note_rounding(comparison, i + 1, candidate, part)
+                with _one_thread():
+                    _note_rounding(comparison, i + 1, candidate, part)
+                    top = common(top_tokens(candidate.values), target_top)
                 comparison.reports[i].add(
                     statistics(candidate, reference, labels, comparison.compat),
                     block=comparison.block[part],
                     group=None if comparison.group is None else comparison.group[part],
                     row=told,
-                    top=common(top_tokens(candidate.values), target_top),
+                    top=top,
                 )
                 del candidate
             tell(len(part) * world)
@@ -363,6 +378,7 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
     return rank == 0
 
 
+@_one_thread()
 def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     """Everything that was found, as plain data."""
     layout, reports, no_numbers = comparison.layout, {}, []
