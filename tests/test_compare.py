@@ -440,6 +440,29 @@ def test_hidden_states_before_the_norm_are_refused(tmp_path, hidden):
     assert "`kullback record` of the model writes one" in result.output
 
 
+def test_hidden_states_of_vllm_beside_a_recording(tmp_path, hidden):
+    """Whose windows have an order of their own. One prompt comes twice."""
+    reference, candidate, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    tokens[7] = tokens[2]
+    order = np.random.default_rng(0).permutation(WINDOWS)
+    write_run(tmp_path / "a", reference, head, tokens)
+    write_prompts(tmp_path / "b", candidate[order], tokens[order], head, range(WINDOWS))
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b", "--rows", tmp_path / "rows.safetensors")
+    kl = kl_rows(logits_of(reference, head), logits_of(candidate, head))
+    rest = np.setdiff1d(np.arange(WINDOWS), [2, 7])  # which prompt is which nobody knows
+    ours = floats_of(tmp_path / "rows.safetensors", "kl").reshape(WINDOWS, -1)
+    assert found["candidates"][0]["rows"] == ROWS
+    assert ours[rest] == pytest.approx(kl[rest], rel=1e-5, abs=1e-7)
+    back = found_by(tmp_path, tmp_path / "b", tmp_path / "a")["candidates"][0]
+    assert back["rows"] == ROWS
+    tokens[4, 3] += 1
+    write_run(tmp_path / "c", reference, head, tokens % VOCAB)
+    result = run(tmp_path / "c", tmp_path / "b")
+    assert result.exit_code == 3
+    assert "1 of 12 windows differ, first window 4" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("stored_before", [True, False])
 def test_the_final_norm_is_applied_to_hidden_states_that_lack_it(tmp_path, hidden, stored_before):
     """Where the head's file has it. Which states lack it is seen by how well they predict."""

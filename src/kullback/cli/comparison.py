@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
-from kullback.cli.runs import APPLIED, Layout, LlamaCpp, MismatchError, Read, Recording, Source
+from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source
 from kullback.compare import Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
@@ -109,6 +109,10 @@ def plan(
     for each, rows in zip(comparison.sources, found, strict=True):
         known &= rows < each.rows
     comparison.index = [rows[known] for rows in found]
+    # vLLM's files can be read in any order; all others from their beginning to their end.
+    pairs = zip(comparison.sources, comparison.index, strict=True)
+    order = next((rows for each, rows in pairs if not isinstance(each, HiddenFiles)), comparison.index[0]).argsort()
+    comparison.index = [rows[order] for rows in comparison.index]
     comparison.reports = [Report() for _ in comparison.sources[1:]]
     labels = comparison.layout.label[comparison.index[comparison.teller]]
     if len(labels) and int(labels.max()) >= comparison.vocab:
@@ -196,14 +200,33 @@ def _check_tokens(reference: Source, other: Source) -> None:
             f"{where} have {list(one.shape)} and {list(two.shape)} tokens [windows, window]; record both of one text: "
             f"`kullback record MODEL {reference.path} -o RUN` reads the reference's tokens again"
         )
-    # llama.cpp keeps the text's own token where it has put the one that begins a sequence.
-    skip = 1 if isinstance(reference, LlamaCpp) or isinstance(other, LlamaCpp) else 0
-    differ = (one[:, skip:] != two[:, skip:]).any(-1)
+    skip = _not_compared(reference, other)
+    differ = (one[:, skip:] != two[_windows_in(other, reference), skip:]).any(-1)
     if differ.any():
         raise MismatchError(
             f"{where} are of different texts or tokenizers: {int(differ.sum())} of {len(one)} windows differ, "
             f"first window {int(differ.nonzero()[0])}"
         )
+
+
+def _not_compared(reference: Source, other: Source) -> int:
+    """llama.cpp keeps the text's own token where it has put the one that begins a sequence."""
+    return 1 if isinstance(reference, LlamaCpp) or isinstance(other, LlamaCpp) else 0
+
+
+def _windows_in(source: Source, reference: Source) -> Tensor:
+    """For each window of the reference, the source's: the same one, but of vLLM's files that of the same tokens."""
+    wanted, own = reference.layout.tokens, source.layout.tokens
+    assert wanted is not None
+    assert own is not None
+    if not (isinstance(source, HiddenFiles) or isinstance(reference, HiddenFiles)):
+        return torch.arange(len(wanted))
+    skip = _not_compared(reference, source)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for window in reversed(range(len(own))):
+        places.setdefault(tuple(own[window, skip:].tolist()), []).append(window)
+    keys = (tuple(tokens) for tokens in wanted[:, skip:].tolist())
+    return torch.tensor([places[key].pop() if places.get(key) else i for i, key in enumerate(keys)])
 
 
 def _rows_in(source: Source, reference: Source) -> Tensor:
@@ -213,7 +236,7 @@ def _rows_in(source: Source, reference: Source) -> Tensor:
         return torch.arange(len(layout.window))
     places = torch.full((len(own.tokens), own.length), -1)
     places[own.window, own.position] = torch.arange(len(own.window))
-    return places[layout.window, layout.position]
+    return places[_windows_in(source, reference)[layout.window], layout.position]
 
 
 @contextmanager

@@ -251,7 +251,7 @@ def final_norm(model: Model) -> dict[str, Tensor]:
     if not isinstance(decoder, torch.nn.Module):
         return {}
     hooks = [
-        module.register_forward_hook(lambda module, given, said: seen.append((module, given[0], said)))
+        module.register_forward_hook(lambda module, given, said: seen.append((module, *given[:1], said)))
         for module in decoder.children()
         if getattr(module, "weight", None) is not None and any(hasattr(module, name) for name in NORM_EPS)
     ]
@@ -262,7 +262,7 @@ def final_norm(model: Model) -> dict[str, Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    for module, given, said in seen:
+    for module, given, said in (each for each in seen if len(each) == 3):
         eps = next(float(getattr(module, name)) for name in NORM_EPS if hasattr(module, name))
         x = given.double()
         normalised = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -209,7 +209,7 @@ class Source(Protocol):
     about: dict[str, Any]
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
-        """Logits of the first tokens, of rows in ascending order."""
+        """Logits of the first tokens, of rows in ascending order; vLLM's windows may come in any."""
         ...
 
 
@@ -556,9 +556,8 @@ class HiddenFiles:
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         parts = []
-        window, position = self.layout.window[rows], self.layout.position[rows]
-        for each in window.unique().tolist():
-            own = position[window == each]
+        windows, counts = self.layout.window[rows].unique_consecutive(return_counts=True)
+        for each, own in zip(windows.tolist(), self.layout.position[rows].split(counts.tolist()), strict=True):
             low, high = int(own[0]), int(own[-1]) + 1
             parts.append(_selected(self.tables[each].read(low, high), own, low)[:, -self.hidden :])
         states = torch.cat(parts)
