@@ -311,7 +311,7 @@ def _log_probs(side: Read) -> Tensor:
     return side.values if side.floored is not None else side.values.float().log_softmax(-1)
 
 
-BELOW_FLOOR = 0.14, 0.07  # of what is stored at the floor, what lies there: mean and spread over rows of SmolLM2
+BELOW_FLOOR = 0.14, 0.07  # of what is stored at the floor, what lies there: mean and spread over rows like SmolLM2's
 
 
 def _adding_up(log_q: Tensor, floored: Tensor) -> Tensor:
