@@ -133,8 +133,8 @@ def test_documents_and_groups(loaded, tmp_path):
         [1, 10, 11, 12, -1, -1, -1, -1],
         [1, 13, 14, 15, -1, -1, -1, -1],
     ]
-    assert layout.block.tolist() == [0] * 10 + [2] * 3
-    assert [layout.groups[i] for i in layout.group] == ["b"] * 10 + ["a"] * 3
+    assert layout.columns["document"].tolist() == [0] * 10 + [2] * 3
+    assert [layout.names[i] for i in layout.columns["group"]] == ["b"] * 10 + ["a"] * 3
     alone = record.read_text(path, Tokenizer(bos=False), 9, None, None).tokens
     assert alone.tolist() == [[*range(3, 12)], [13, 14, 15, *[-1] * 6]]  # the tenth letter has nothing after it
     with pytest.raises(runs.MismatchError, match="line 1 has no column 'topic'"):
@@ -308,6 +308,30 @@ def tiny(tmp_path_factory):
     draw = np.random.default_rng(0)
     (folder / "text.txt").write_text(" ".join(f"w{i}" for i in draw.integers(0, 60, 400)), encoding="utf-8")
     return folder, model.eval()
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_the_final_norm_is_kept(tiny, tmp_path):
+    """Of a model whose weight counts as it is, and of one whose weight counts from 1; a LayerNorm is none."""
+    import transformers
+
+    folder, model = tiny
+    result = run("record", folder, folder / "text.txt", "-o", tmp_path / "run", "--window", 25, "--windows", 1)
+    assert result.exit_code == 0, result.output
+    kept = load_file(tmp_path / "run/head.safetensors")
+    assert np.array_equal(kept["norm"], model.model.norm.weight.detach().numpy())
+    assert kept["norm_eps"] == np.float32(model.config.rms_norm_eps)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = transformers.GemmaForCausalLM(
+        transformers.GemmaConfig(**sizes, intermediate_size=32, num_key_value_heads=2, head_dim=8)
+    ).eval()
+    gemma.model.norm.weight.data.uniform_(-0.5, 0.5)
+    found = record.final_norm(gemma)["norm"]
+    assert torch.equal(found, 1 + gemma.model.norm.weight.detach())
+    phi = transformers.PhiForCausalLM(transformers.PhiConfig(**sizes, intermediate_size=32)).eval()
+    phi.model.final_layernorm.bias.data.uniform_(-0.5, 0.5)
+    assert record.final_norm(phi) == {}
 
 
 @pytest.mark.integrations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
-from kullback.cli.runs import Layout, LlamaCpp, MismatchError, Read, Recording, Source
-from kullback.compare import Report, paired
+from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source
+from kullback.compare import Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
 
 FORMAT = "kullback-compare/1"
 CHUNK_BYTES = 1 << 26  # of a side's logits in float32
+FROM_FILE_BYTES = 1 << 24  # where a CPU only reads them: a chunk is still in its cache when it is worked on
 LLAMA_CPP = "llama.cpp"
 LEAST = -16.0  # llama.cpp leaves out the terms of tokens below this log-probability
-SAMPLE = 16  # one row of so many is asked what its rounding does
+SAMPLE, SAMPLED = 16, 200  # one row of 16 is asked what its rounding does, or so many of all
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -44,8 +46,15 @@ class Comparison:
     compat: bool
     floor: Source | None = None
     index: list[Tensor] = field(default_factory=list)  # of each source: its rows that count, in one order
+    block: Tensor = field(default_factory=lambda: torch.empty(0))  # of each row that counts, and so below
+    blocks_are: str = "windows"
+    group: Tensor | None = None
+    groups: list[str] = field(default_factory=list)
     asked: int = 0  # rows that count, whether they are there or not
     reports: list[Report] = field(default_factory=list)
+    absent: dict[str, int] = field(
+        default_factory=dict
+    )  # of a file's path: rows of the reference that it has no place for
     rounding: dict[str, list[float]] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -55,7 +64,7 @@ class Comparison:
 
     @property
     def teller(self) -> int:
-        """Of whose rows labels, blocks and groups are taken: a recording's, if there is one."""
+        """Of whose rows labels and windows are taken: a recording's, if there is one."""
         sources = self.sources
         told = [i for i, each in enumerate(sources) if isinstance(each, Recording)]
         told += [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
@@ -74,6 +83,8 @@ def plan(
     valid_vocab: int | None = None,
     compat: bool = False,
     floor: Source | None = None,
+    blocks: str = "",
+    groups: str = "",
 ) -> Comparison:
     """Raises MismatchError where files do not belong together."""
     comparison = Comparison(reference, list(candidates), list(names), 0, score, compat, floor)
@@ -85,6 +96,9 @@ def plan(
     found = [torch.arange(len(layout.window))]
     for each in comparison.sources[1:]:
         found.append(_rows_in(each, reference))
+        absent = int((known & (found[-1] < 0)).sum())
+        if absent:
+            comparison.absent[str(each.path)] = absent
         known &= found[-1] >= 0
     if not known.any():
         raise MismatchError(
@@ -95,8 +109,58 @@ def plan(
     for each, rows in zip(comparison.sources, found, strict=True):
         known &= rows < each.rows
     comparison.index = [rows[known] for rows in found]
+    # vLLM's files can be read in any order; all others from their beginning to their end.
+    pairs = zip(comparison.sources, comparison.index, strict=True)
+    order = next((rows for each, rows in pairs if not isinstance(each, HiddenFiles)), comparison.index[0]).argsort()
+    comparison.index = [rows[order] for rows in comparison.index]
     comparison.reports = [Report() for _ in comparison.sources[1:]]
+    labels = comparison.layout.label[comparison.index[comparison.teller]]
+    if len(labels) and int(labels.max()) >= comparison.vocab:
+        raise MismatchError(
+            f"--valid-vocab {comparison.vocab}: the text has the token {int(labels.max())}, which is beyond it"
+        )
+    _choose_blocks(comparison, blocks)
+    _choose_groups(comparison, groups)
     return comparison
+
+
+def _choose_blocks(comparison: Comparison, asked: str) -> None:
+    """What intervals resample: as asked for, else `block`, else several documents, else windows."""
+    names = [asked] if asked else ["block", "document"]
+    found = [(name, _column(comparison, name)) for name in names]
+    several = [(name, ids) for name, ids in found if ids is not None and (asked or len(ids.unique()) > 1)]
+    if asked and not several:
+        raise _no_column(comparison, "--blocks", asked)
+    name, ids = several[0] if several else ("window", _column(comparison, "window"))
+    assert ids is not None
+    comparison.block = ids
+    comparison.blocks_are = {"window": "windows", "document": "documents"}.get(name, f"blocks of `{name}`")
+
+
+def _choose_groups(comparison: Comparison, asked: str) -> None:
+    name = asked or "group"
+    ids = _column(comparison, name)
+    if ids is None and asked:
+        raise _no_column(comparison, "--groups", asked)
+    if ids is not None:
+        known, comparison.group = ids.unique(return_inverse=True)
+        named = next((each.layout.names for each in comparison.sources if name in each.layout.columns), None)
+        comparison.groups = [named[i] if name == "group" and named else str(i) for i in known.tolist()]
+
+
+def _column(comparison: Comparison, name: str) -> Tensor | None:
+    """Of the rows that count, by the first source that has it."""
+    if name == "window":
+        return comparison.layout.window[comparison.index[comparison.teller]]
+    for each, rows in zip(comparison.sources, comparison.index, strict=True):
+        if name in each.layout.columns:
+            return each.layout.columns[name][rows]
+    return None
+
+
+def _no_column(comparison: Comparison, option: str, asked: str) -> MismatchError:
+    known = sorted({"window"}.union(*(each.layout.columns for each in comparison.sources)))
+    return MismatchError(f"{option} {asked}: no file has such a column; there are {', '.join(known)}")
 
 
 def first_scored(score: str, length: int) -> int:
@@ -136,14 +200,33 @@ def _check_tokens(reference: Source, other: Source) -> None:
             f"{where} have {list(one.shape)} and {list(two.shape)} tokens [windows, window]; record both of one text: "
             f"`kullback record MODEL {reference.path} -o RUN` reads the reference's tokens again"
         )
-    # llama.cpp keeps the text's own token where it has put the one that begins a sequence.
-    skip = 1 if isinstance(reference, LlamaCpp) or isinstance(other, LlamaCpp) else 0
-    differ = (one[:, skip:] != two[:, skip:]).any(-1)
+    skip = _not_compared(reference, other)
+    differ = (one[:, skip:] != two[_windows_in(other, reference), skip:]).any(-1)
     if differ.any():
         raise MismatchError(
             f"{where} are of different texts or tokenizers: {int(differ.sum())} of {len(one)} windows differ, "
             f"first window {int(differ.nonzero()[0])}"
         )
+
+
+def _not_compared(reference: Source, other: Source) -> int:
+    """llama.cpp keeps the text's own token where it has put the one that begins a sequence."""
+    return 1 if isinstance(reference, LlamaCpp) or isinstance(other, LlamaCpp) else 0
+
+
+def _windows_in(source: Source, reference: Source) -> Tensor:
+    """For each window of the reference, the source's: the same one, but of vLLM's files that of the same tokens."""
+    wanted, own = reference.layout.tokens, source.layout.tokens
+    assert wanted is not None
+    assert own is not None
+    if not (isinstance(source, HiddenFiles) or isinstance(reference, HiddenFiles)):
+        return torch.arange(len(wanted))
+    skip = _not_compared(reference, source)
+    places: dict[tuple[int, ...], list[int]] = {}
+    for window in reversed(range(len(own))):
+        places.setdefault(tuple(own[window, skip:].tolist()), []).append(window)
+    keys = (tuple(tokens) for tokens in wanted[:, skip:].tolist())
+    return torch.tensor([places[key].pop() if places.get(key) else i for i, key in enumerate(keys)])
 
 
 def _rows_in(source: Source, reference: Source) -> Tensor:
@@ -153,34 +236,52 @@ def _rows_in(source: Source, reference: Source) -> Tensor:
         return torch.arange(len(layout.window))
     places = torch.full((len(own.tokens), own.length), -1)
     places[own.window, own.position] = torch.arange(len(own.window))
-    return places[layout.window, layout.position]
+    return places[_windows_in(source, reference)[layout.window], layout.position]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For passes that are short: where others use the cores too, threads would wait longer for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run(
     comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
 ) -> None:
     """One pass over all rows, of which each rank takes its share. An interrupt ends it with what was read."""
-    step = max(1, CHUNK_BYTES // (4 * comparison.vocab))
+    makes_logits = device.type != "cpu" or any(getattr(each, "head", None) for each in comparison.sources)
+    at_once = CHUNK_BYTES if makes_logits else min(CHUNK_BYTES, FROM_FILE_BYTES)
+    step = max(1, at_once // (4 * comparison.vocab))
     layout, teller = comparison.layout, comparison.teller
     chunks = torch.arange(len(comparison.index[0])).split(step)
+    has_labels = bool((layout.label != IGNORED).any())
     try:
         for part in chunks[rank::world]:
             told = comparison.index[teller][part]
-            labels = layout.label[told].to(device)
-            has_labels = bool((layout.label != IGNORED).any())
+            labels = layout.label[told].to(device) if has_labels else None
             reads = (
                 each.read(index[part], comparison.vocab, device)
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
             )
             reference = next(reads)
-            _note_rounding(comparison, 0, reference)
+            with _one_thread():
+                _note_rounding(comparison, 0, reference, part)
+                target_top = top_tokens(reference.values)
             for i, candidate in enumerate(reads):
-                _note_rounding(comparison, i + 1, candidate)
+                with _one_thread():
+                    _note_rounding(comparison, i + 1, candidate, part)
+                    top = common(top_tokens(candidate.values), target_top)
                 comparison.reports[i].add(
-                    statistics(candidate, reference, labels if has_labels else None, comparison.compat),
-                    block=layout.block[told],
-                    group=None if layout.group is None else layout.group[told],
+                    statistics(candidate, reference, labels, comparison.compat),
+                    block=comparison.block[part],
+                    group=None if comparison.group is None else comparison.group[part],
                     row=told,
+                    top=top,
                 )
                 del candidate
             tell(len(part) * world)
@@ -194,6 +295,8 @@ def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: 
         dtype = torch.promote_types(x.dtype, y.dtype)
         return kullback.row_statistics(x.to(dtype), y.to(dtype), labels)
     log_q, log_p = (_log_probs(side) for side in (candidate, reference))
+    if compat and candidate.floored is not None:
+        log_q = _adding_up(log_q, candidate.floored)
     found = kullback.row_statistics(*_with_bucket(candidate, reference, log_q, log_p), form="log_probs")
     top, target_top = log_q.argmax(-1), log_p.argmax(-1)
     found = found._replace(top_token=top, target_top_token=target_top, agreement=top == target_top)
@@ -206,6 +309,28 @@ def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: 
 def _log_probs(side: Read) -> Tensor:
     """A file's as they stand, which is an upper bound of what lies at its floor."""
     return side.values if side.floored is not None else side.values.float().log_softmax(-1)
+
+
+BELOW_FLOOR = 0.14, 0.07  # of what is stored at the floor, what lies there: mean and spread over rows like SmolLM2's
+
+
+def _adding_up(log_q: Tensor, floored: Tensor) -> Tensor:
+    """A file's entries as llama.cpp has them before it writes, as far as their sum of 1 tells.
+
+    Each is rounded to a 65535th of the row's span, but for the best token's, which is exact. What their masses are off
+    by is rounding and what lies at the floor, told apart by their variances; all others are moved together.
+    """
+    best = log_q.argmax(-1, keepdim=True)
+    masses = log_q.double().exp()
+    others = torch.where(floored, 0, masses).scatter(-1, best, 0)
+    floor = torch.where(floored, masses, 0).sum(-1, keepdim=True)
+    known = others.sum(-1, keepdim=True)
+    off = known - 1 + masses.gather(-1, best) + BELOW_FLOOR[0] * floor
+    step = (log_q.amax(-1, keepdim=True) - log_q.amin(-1, keepdim=True)).double() / 65535
+    of_rounding = step.square() / 12 * others.square().sum(-1, keepdim=True)
+    off = off * of_rounding / (of_rounding + (BELOW_FLOOR[1] * floor).square())
+    shift = torch.log1p(-off / known).nan_to_num(0.0)
+    return torch.where(others > 0, log_q + shift.clamp(-step / 2, step / 2), log_q).to(log_q.dtype)
 
 
 def _with_bucket(x: Read, y: Read, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,17 +366,21 @@ def _of_labels(labels: Tensor, log_q: Tensor, log_p: Tensor) -> dict[str, Tensor
     return found
 
 
-def _note_rounding(comparison: Comparison, which: int, read: Read) -> None:
+def _note_rounding(comparison: Comparison, which: int, read: Read, part: Tensor) -> None:
     """The kl that the rounding of 16-bit logits alone makes: half the variance, under the row, of its error."""
     source = comparison.sources[which]
     if source.rounded is None:
         return
-    values = read.values[::SAMPLE].float()
-    bits = 7 if source.rounded == torch.bfloat16 else 10
-    unit = torch.ldexp(torch.ones_like(values), torch.frexp(values).exponent - 1 - bits)
-    p = values.softmax(-1)
-    rows = (p * (1 - p) * unit.square()).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
-    comparison.rounding.setdefault(str(source.path), []).extend(rows.tolist())
+    asked = part % max(SAMPLE, len(comparison.index[0]) // SAMPLED) == 0
+    if not asked.any():
+        return
+    kept = read.values[asked.to(read.values.device)]
+    exponent, bits = (0x7F80, 7) if source.rounded == torch.bfloat16 else (0x7C00, 10)
+    unit = (kept.view(torch.int16) & exponent).view(kept.dtype).float().mul_(2.0**-bits)
+    unit = unit.square_().nan_to_num_(posinf=0.0)  # what is infinite is exact
+    p = kept.float().softmax(-1)
+    rows = unit.mul_(p).mul_(1 - p).sum(-1) / 24  # an error is uniform within a unit: its variance is a twelfth
+    comparison.rounding.setdefault(str(source.path), []).extend(rows[~rows.isnan()].tolist())
 
 
 def gather(comparison: Comparison, rank: int, world: int) -> bool:
@@ -272,18 +401,28 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
     return rank == 0
 
 
+@_one_thread()
 def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     """Everything that was found, as plain data."""
-    reports = dict(zip(comparison.names, comparison.reports, strict=False))
-    layout = comparison.layout
+    layout, reports, no_numbers = comparison.layout, {}, []
     decode = decoder(comparison.sources)
     candidates: list[dict[str, Any]] = []
-    for (name, report), source in zip(reports.items(), comparison.candidates, strict=True):
+    for name, report, source in zip(comparison.names, comparison.reports, comparison.candidates, strict=False):
         summary = report.summary()
+        if not summary["rows"] and summary.get("rows_not_numbers"):
+            no_numbers.append(name)
+            continue
+        reports[name] = report
         if "by_group" in summary:
-            summary["by_group"] = {layout.groups[i]: of for i, of in summary["by_group"].items()}
+            summary["by_group"] = {comparison.groups[i]: of for i, of in summary["by_group"].items()}
         summary["worst"] = [in_context(row, layout, decode) for row in report.worst(worst)]
         candidates.append({"name": name, "path": str(source.path), "about": source.about} | summary)
+    if not candidates:
+        of_reference = comparison.reports[0].rows()["target_entropy"].isnan().all()
+        raise MismatchError(
+            f"{comparison.reference.path if of_reference else ', '.join(no_numbers)}: all {len(comparison.index[0])} "
+            "rows are not numbers (NaN or no finite logit)"
+        )
     read = candidates[0]["rows"] + candidates[0].get("rows_not_numbers", 0)
     found: dict[str, Any] = {
         "format": FORMAT,
@@ -299,15 +438,20 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
         "rows_read": read,
         "complete": read == comparison.asked and not comparison.interrupted,
         "interrupted": comparison.interrupted,
-        "blocks_are": "documents" if torch.any(layout.block != layout.window) else "windows",
+        "blocks_are": comparison.blocks_are,
+        "left_out": no_numbers,
         "floor": None,
         "candidates": candidates,
         "differences": list(differences(reports)) if read else [],
     }
     if comparison.floor is not None:
-        found["floor"] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
-        for each in candidates:
-            each["below_floor"] = bool(read) and each["kl"]["mean"] <= found["floor"]["kl"]["mean"]
+        of_floor: dict[str, Any] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
+        if "kl" in of_floor:
+            found["floor"] = of_floor
+            for each in candidates:
+                each["below_floor"] = each["kl"]["mean"] <= of_floor["kl"]["mean"]
+        elif read:
+            found["left_out"].append(str(comparison.floor.path))
     found["warnings"] = list(warnings(comparison, found))
     return found
 
@@ -324,19 +468,28 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
     if not found["complete"]:
         why = "interrupted" if found["interrupted"] else "a file is cut or a recording has not ended"
         yield f"{found['rows_read']} of {found['rows_asked']} rows were read: {why}"
+    for path, count in comparison.absent.items():
+        yield f"{count} more rows of the reference are not in {path}, and so count for none"
     for path, rows in comparison.rounding.items():
+        if not rows:
+            continue
         source = next(each for each in comparison.sources if str(each.path) == path)
         kept = str(source.rounded).removeprefix("torch.")
         yield (
             f"logits of {path} were rounded to {kept}: that alone makes a mean KLD of about "
             f"{sum(rows) / len(rows):.2g}. Hidden states in float16 have no such floor"
         )
+    for each in comparison.sources:
+        if each.about.get("norm") == APPLIED:
+            yield f"hidden states of {each.path} were stored before the final norm: it was applied"
     of_llama = [each for each in comparison.sources if isinstance(each, LlamaCpp)]
     if of_llama and not comparison.compat:
         yield (
             "llama.cpp's files do not say what lies 16 nats below a row's best token: all of that is one bucket. "
             "KLD is known to about 2e-5, reverse KLD roughly, and a true token there has a bound as its probability"
         )
+    for name in found["left_out"]:
+        yield f"{name} is left out: all its rows are not numbers (NaN or no finite logit)"
     left_out = max(each.get("rows_not_numbers", 0) for each in found["candidates"])
     if left_out:
         yield f"{left_out} rows are not numbers (NaN) and left out of all figures"
@@ -348,13 +501,15 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
 def decoder(sources: Sequence[Source]) -> Callable[[list[int]], str]:
     """Text of token ids by a recording's tokenizer, or the ids themselves."""
     for source in sources:
-        path = source.path / str(source.about.get("tokenizer"))
-        if isinstance(source, Recording) and path.is_file():
+        name = source.about.get("tokenizer")
+        path = source.path / str(name)
+        if isinstance(source, Recording) and name and path.is_file():
             try:
                 from tokenizers import Tokenizer
-            except ImportError:
+
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception:  # it is not installed, or cannot read the file and raises nothing narrower
                 break
-            tokenizer = Tokenizer.from_file(str(path))
             return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
     return lambda ids: " ".join(map(str, ids))
 

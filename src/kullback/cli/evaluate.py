@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +22,9 @@ from rich.table import Table
 
 from kullback.cli import comparison as comparison_module
 from kullback.cli import html, runs, tables
-from kullback.cli.options import one_of, writable
+from kullback.cli.options import one_of, writable, writable_folder
 
-INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
+INCOMPLETE, USAGE, MISMATCH, INTERRUPTED = 1, 2, 3, 130
 STORED = ("float16", "bfloat16", "float32")
 
 
@@ -70,10 +71,9 @@ def record(
     place = _device(device)
     of_gguf = ["accelerate", "gguf"] if gguf_file or model.endswith(".gguf") else []
     _need(["transformers", "safetensors", *of_gguf], "record")
-    if not text.exists():
-        raise typer.BadParameter(f"there is no {text}", param_hint="TEXT")
-    if output.is_file():
-        raise typer.BadParameter(f"{output} is a file", param_hint="--output")
+    if not os.access(text, os.R_OK):
+        raise typer.BadParameter(f"there is no {text}, or it cannot be read", param_hint="TEXT")
+    writable_folder("--output", output)
     from kullback.cli import record as recorder
 
     try:
@@ -84,7 +84,7 @@ def record(
         read = recorder.read_text(text, loaded.tokenizer, window, windows, groups)
         with _progress("windows", len(read.tokens)) as tell:
             there = recorder.record(loaded, read, output, what, getattr(torch, dtype), tell)
-    except runs.MismatchError as error:
+    except (runs.MismatchError, OSError) as error:
         _refuse(error)
     except KeyboardInterrupt:
         whole = len(list(output.glob("rows-*.safetensors")))
@@ -107,6 +107,16 @@ def compare(
     candidates: Annotated[list[Path], typer.Argument(help="The same of each candidate.")],
     score: Annotated[
         str, typer.Option(help="Which positions count: all; half, the second of each window, as llama.cpp; or N: on.")
+    ] = "",
+    blocks: Annotated[
+        str,
+        typer.Option(
+            help="What intervals resample: window, document, or another column of the files; by default documents "
+            "where there are several, else windows."
+        ),
+    ] = "",
+    groups: Annotated[
+        str, typer.Option(help="The column by whose ids the report is split; by default `group`, if there is one.")
     ] = "",
     valid_vocab: Annotated[
         int | None, typer.Option(min=1, help="Only the first tokens count, where one is padded.")
@@ -136,12 +146,12 @@ def compare(
     - `kullback compare reference q8 q4 --html report.html`
     - `kullback compare base.kld candidate.kld --compat llama.cpp`
 
-    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that do not belong together.
+    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read or do not belong together.
     """
     if compat:
         one_of("--compat", compat, (comparison_module.LLAMA_CPP,))
     score = score or ("half" if compat else "all")
-    if score not in ("all", "half") and not (score.endswith(":") and score[:-1].isdecimal()):
+    if score not in ("all", "half") and not re.fullmatch("[0-9]{1,9}:", score):
         raise typer.BadParameter(f"{score!r} is not all, half or N:, as in 16:", param_hint="--score")
     twice = sorted({str(path) for path in candidates if candidates.count(path) > 1})
     if twice:
@@ -155,10 +165,11 @@ def compare(
     ):
         writable(option, path, suffixes)
     written = [path.resolve() for path in (json_path, markdown, html_path, rows_path) if path is not None]
-    read = [path.resolve() for path in (reference, *candidates, *([] if floor is None else [floor]))]
+    inputs = [reference, *candidates, *([] if floor is None else [floor])]
     for path in written:
-        if path in read or written.count(path) > 1:
-            use = "is read too" if path in read else "is named for two outputs"
+        is_read = any(runs.is_part_of(path, each) for each in inputs)
+        if is_read or written.count(path) > 1:
+            use = "is read too" if is_read else "is named for two outputs"
             raise typer.BadParameter(f"{path} {use}: it would be written over", param_hint="an output")
     _need(["safetensors"] if rows_path else [], "compare")
     rank, world = _ranks()
@@ -169,31 +180,52 @@ def compare(
             if not source.rows:
                 raise runs.MismatchError(f"{source.path} has no whole row: it is cut, or its recording has only begun")
         names = comparison_module.names_of(candidates)
-        planned = comparison_module.plan(sources[0], sources[1:], names, score, valid_vocab, bool(compat), second)
-    except runs.MismatchError as error:
+        planned = comparison_module.plan(
+            sources[0], sources[1:], names, score, valid_vocab, bool(compat), second, blocks, groups
+        )
+    except (runs.MismatchError, OSError) as error:
         _refuse(error)
     with _progress("rows", len(planned.index[0]), hidden=rank > 0) as tell:
         try:
             comparison_module.run(planned, place, tell, rank, world)
-        except runs.MismatchError as error:
+        except (runs.MismatchError, OSError) as error:
             _refuse(error)
     if not comparison_module.gather(planned, rank, world):
         return
-    found = comparison_module.result(planned, worst)
+    try:
+        found = comparison_module.result(planned, worst)
+    except runs.MismatchError as error:
+        _refuse(error)
     show(found)
-    if json_path is not None:
-        json_path.write_text(json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
-    if markdown is not None:
-        markdown.write_text(tables.markdown(found), encoding="utf-8")
-    if html_path is not None:
-        html_path.write_text(html.page(found), encoding="utf-8")
-    if rows_path is not None:
-        _write_rows(planned, rows_path)
-    for path in (json_path, markdown, html_path, rows_path):
-        if path is not None:
-            _say(f"wrote {escape(str(path))}")
+    as_json = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    wrote = [
+        _write("--json", json_path, lambda path: path.write_text(as_json, encoding="utf-8")),
+        _write("--markdown", markdown, lambda path: path.write_text(tables.markdown(found), encoding="utf-8")),
+        _write("--html", html_path, lambda path: path.write_text(html.page(found), encoding="utf-8")),
+        _write("--rows", rows_path, lambda path: _write_rows(planned, path)),
+    ]
+    if not all(wrote):
+        raise typer.Exit(USAGE)
     if not found["complete"]:
         raise typer.Exit(INTERRUPTED if found["interrupted"] else INCOMPLETE)
+    if found["left_out"]:
+        raise typer.Exit(MISMATCH)
+
+
+def _write(option: str, path: Path | None, write: Callable[[Path], Any]) -> bool:
+    """Whole or not at all, unless it is a device or a link. A failure costs none of the other outputs."""
+    if path is None:
+        return True
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            write(path)
+        else:
+            runs.replace(path, write)
+    except OSError as error:
+        typer.echo(f"Error: {option}: {path} could not be written: {error}", err=True)
+        return False
+    _say(f"wrote {escape(str(path))}")
+    return True
 
 
 SHOWN_WORST = 5
@@ -226,6 +258,7 @@ def _as_rich(words: tables.Table) -> Table:
 
 
 def _write_rows(planned: comparison_module.Comparison, path: Path) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     several = len(planned.names) > 1
@@ -238,7 +271,10 @@ def _write_rows(planned: comparison_module.Comparison, path: Path) -> None:
             else {}
         )
         tensors |= {f"{name}.{key}" if several else key: values.contiguous() for key, values in rows.items()}
-    save_file(tensors, path)
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _plain(value: Any) -> Any:
@@ -284,7 +320,7 @@ def _progress(unit: str, total: int, hidden: bool = False) -> Iterator[Callable[
         yield lambda count: bar.advance(task, count)
 
 
-def _refuse(error: runs.MismatchError) -> NoReturn:
+def _refuse(error: Exception) -> NoReturn:
     typer.echo(f"Error: {error}", err=True)
     raise typer.Exit(MISMATCH) from error
 

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import kullback
 from kullback.cli import runs
-from kullback.cli.runs import NO_TOKEN, MismatchError
+from kullback.cli.runs import NO_TOKEN, MismatchError, replace
 from kullback.integrations import transformers as integration
 
 SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
@@ -72,7 +71,10 @@ def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, colu
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
     if path.is_dir() or _begins(path, runs.MAGIC):
         return _tokens_again(path, tokenizer, windows)
-    documents = list(_documents(path, column))
+    try:
+        documents = list(_documents(path, column))
+    except UnicodeDecodeError as error:
+        raise MismatchError(f"{path} is no text in UTF-8: {error}") from error
     names = sorted({name for _, name in documents if name is not None})
     parts, document, group = [], [], []
     first = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
@@ -120,13 +122,14 @@ def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
     if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
         tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
     document = torch.arange(len(tokens))
-    document[layout.window] = layout.block
-    group = None
-    if layout.group is not None:
+    columns, group = layout.columns, None
+    if "document" in columns:
+        document[layout.window] = columns["document"]
+    if "group" in columns and layout.names is not None:
         group = torch.zeros(len(tokens), dtype=torch.int32)
-        group[layout.window] = layout.group.int()
+        group[layout.window] = columns["group"].int()
     cut = slice(windows)
-    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.groups)
+    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.names or [])
 
 
 def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
@@ -213,7 +216,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     tensors |= {} if text.group is None else {"group": text.group}
     replace(folder / runs.TOKENS, lambda path: save_file(tensors, path))
     if what == "hidden":
-        replace(folder / runs.HEAD, lambda path: save_file(weights, path))
+        replace(folder / runs.HEAD, lambda path: save_file(weights | final_norm(model), path))
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is not None:
         replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
@@ -238,6 +241,38 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     return there
 
 
+NORM_EPS = "variance_epsilon", "eps"  # as transformers' modules call it
+NORM_ERROR = 0.01  # relative: more than rounding to bfloat16, less than a formula that is another
+
+
+def final_norm(model: Model) -> dict[str, Tensor]:
+    """Weight and epsilon of the RMSNorm before the head, which other programs' hidden states may lack; {} of others."""
+    decoder, seen = model.get_decoder(), []
+    if not isinstance(decoder, torch.nn.Module):
+        return {}
+    hooks = [
+        module.register_forward_hook(lambda module, given, said: seen.append((module, *given[:1], said)))
+        for module in decoder.children()
+        if getattr(module, "weight", None) is not None and any(hasattr(module, name) for name in NORM_EPS)
+    ]
+    try:
+        ids = torch.arange(8, device=integration.head_of(model).weight.device)[None]
+        with torch.no_grad():
+            last = integration.hidden_states(model, {"input_ids": ids, "use_cache": False})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, given, said in (each for each in seen if len(each) == 3):
+        eps = next(float(getattr(module, name)) for name in NORM_EPS if hasattr(module, name))
+        x = given.double()
+        normalised = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        for weight in (module.weight, 1 + module.weight.float()):  # the second is Gemma's
+            error = (normalised * weight - last.double()).norm() / last.double().norm()
+            if said.shape == last.shape and error < NORM_ERROR:
+                return {"norm": weight.detach().cpu().contiguous().clone(), "norm_eps": torch.tensor([eps])}
+    return {}
+
+
 def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
     """Of a window, all rows but the last, whose next token is not known."""
     head = integration.head_of(model)
@@ -253,13 +288,3 @@ def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
             "cannot hold: --dtype bfloat16 or float32 can"
         )
     return kept
-
-
-def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Written under another name, so that a broken write leaves nothing under this one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

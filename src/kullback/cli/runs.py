@@ -5,11 +5,14 @@ All are read a chunk of rows at a time, and end at their last whole row.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import hashlib
 import json
 import math
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -52,12 +55,16 @@ class Table:
     def read(self, start: int, stop: int) -> Tensor:
         if stop <= start:
             return torch.empty(0, self.columns, dtype=self.dtype)
-        buffer = bytearray((stop - start) * self.row_bytes)
-        with self.path.open("rb") as file:
+        values = torch.empty(stop - start, self.columns, dtype=self.dtype)
+        with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + start * self.row_bytes)
-            if file.readinto(buffer) != len(buffer):
-                raise MismatchError(f"{self.path} has become shorter while it was read")
-        return torch.frombuffer(buffer, dtype=self.dtype).view(-1, self.columns)
+            into, there = values.view(torch.uint8).numpy().data.cast("B"), 0
+            while there < len(into):
+                count = file.readinto(into[there:])
+                if not count:
+                    raise MismatchError(f"{self.path} has become shorter while it was read")
+                there += count
+        return values
 
 
 class Entry(NamedTuple):
@@ -77,19 +84,44 @@ def entries(path: Path) -> dict[str, Entry]:
             raise MismatchError(f"{path} is no safetensors file, or cut within its header")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MismatchError(f"{path} is no safetensors file: its header cannot be read") from error
+    if not isinstance(header, dict):
+        raise MismatchError(f"{path} is no safetensors file: its header must name tensors; it is {_short(header)}")
     header.pop("__metadata__", None)
-    return {
-        name: Entry(DTYPES.get(of["dtype"]), of["shape"], 8 + length + of["data_offsets"][0])
-        for name, of in header.items()
-    }
+    return {name: _entry(path, name, of, 8 + length) for name, of in header.items()}
 
 
-def tensor(path: Path, name: str, entry: Entry) -> Tensor:
+def _entry(path: Path, name: str, of: Any, start: int) -> Entry:
+    known: dict[str, Any] = of if isinstance(of, dict) else {}
+    shape: Any = known.get("shape")
+    span: Any = known.get("data_offsets")
+    if not (_are_sizes(shape) and _are_sizes(span) and len(span) == 2 and isinstance(known.get("dtype"), str)):
+        raise MismatchError(f"{path}: its header must give dtype, shape and two offsets of {name}; got {_short(of)}")
+    dtype = DTYPES.get(known["dtype"])
+    if dtype is not None and math.prod(shape) * dtype.itemsize != span[1] - span[0]:
+        raise MismatchError(
+            f"{path}: its header gives {name} {span[1] - span[0]} bytes, and {known['dtype']} of {shape} takes "
+            f"{math.prod(shape) * dtype.itemsize}"
+        )
+    return Entry(dtype, shape, start + span[0])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def tensor(path: Path, name: str, entry: Entry, dimensions: int | None = None) -> Tensor:
     """A whole tensor, of a file that has to be whole."""
     if entry.dtype is None:
         raise MismatchError(f"{path}: {name} must be of int32, int64, or a floating dtype of 16 bits or more")
+    if dimensions is not None and len(entry.shape) != dimensions:
+        raise MismatchError(f"{path}: {name} must have {dimensions} dimensions; its shape is {entry.shape}")
     count = math.prod(entry.shape)
     table = Table(path, entry.offset, entry.dtype, 1, count)
     if table.whole < count:
@@ -97,11 +129,44 @@ def tensor(path: Path, name: str, entry: Entry) -> Tensor:
     return table.read(0, count).reshape(entry.shape)
 
 
+def shapes_of(held: dict[str, Entry]) -> str:
+    return _short({name: entry.shape for name, entry in held.items()})
+
+
+def ids(path: Path, name: str, entry: Entry, dimensions: int | None = None) -> Tensor:
+    """A whole tensor of integers."""
+    found = tensor(path, name, entry, dimensions)
+    if found.is_floating_point():
+        raise MismatchError(f"{path}: {name} must be int32 or int64; it is {_name_of(found.dtype)}")
+    return found.long()
+
+
 def rows_of(path: Path, name: str, entry: Entry) -> Table:
     """A floating tensor as rows of its last dimension."""
     if entry.dtype is None or not entry.dtype.is_floating_point:
         raise MismatchError(f"{path}: {name} must be float64, float32, float16 or bfloat16")
-    return Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
+    if len(entry.shape) < 2 or not entry.shape[-1]:
+        raise MismatchError(f"{path}: {name} must be rows of one length; its shape is {entry.shape}")
+    table = Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
+    if table.rows > LEAST_SHARE * max(1, table.whole):
+        raise MismatchError(
+            f"{path}: its header gives {name} {table.rows} rows, of which it has {table.whole}: "
+            f"less than one in {LEAST_SHARE}"
+        )
+    return table
+
+
+LEAST_SHARE = 1000  # a file with less of its rows is no cut file: its header is wrong
+
+
+def _check_labels(path: Path, label: Tensor, vocab: int) -> None:
+    wrong = label[(label != IGNORED) & ((label < 0) | (label >= vocab))]
+    if len(wrong):
+        raise MismatchError(f"{path}: labels and tokens must lie from 0 to {vocab - 1}; got {wrong[0].item()}")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -111,31 +176,19 @@ class Layout:
     window: Tensor
     position: Tensor
     label: Tensor  # IGNORED where it is not known
-    block: Tensor
     length: int  # of windows
     tokens: Tensor | None = None  # [windows, length]
-    group: Tensor | None = None
-    groups: list[str] = field(default_factory=list)
+    columns: dict[str, Tensor] = field(default_factory=dict)  # ids of rows, by which they may be blocked or grouped
+    names: list[str] | None = None  # of the ids of the column `group`
 
 
-def layout_of(tokens: Tensor, first: int = 0, document: Tensor | None = None, **groups: Any) -> Layout:
-    """Of windows of tokens: every position from the first on whose next token is known."""
+def layout_of(tokens: Tensor, first: int = 0, columns: Mapping[str, Tensor] | None = None) -> Layout:
+    """Of windows of tokens: every position from the first on whose next token is known. Columns are of windows."""
     tokens = tokens.long()
     window, position = (tokens[:, first + 1 :] != NO_TOKEN).nonzero(as_tuple=True)
     position = position + first
-    several = document is not None and len(document.unique()) > 1
-    block = document[window].long() if document is not None and several else window
-    group = groups.pop("group", None)
-    return Layout(
-        window,
-        position,
-        tokens[window, position + 1],
-        block,
-        tokens.size(1),
-        tokens,
-        None if group is None else group[window].long(),
-        **groups,
-    )
+    of_rows = {name: of[window] for name, of in (columns or {}).items()}
+    return Layout(window, position, tokens[window, position + 1], tokens.size(1), tokens, of_rows)
 
 
 class Read(NamedTuple):
@@ -156,7 +209,7 @@ class Source(Protocol):
     about: dict[str, Any]
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
-        """Logits of the first tokens, of rows in ascending order."""
+        """Logits of the first tokens, of rows in ascending order; vLLM's windows may come in any."""
         ...
 
 
@@ -171,9 +224,26 @@ class Head:
         held = entries(path)
         if "weight" not in held:
             raise MismatchError(f"{path} has no tensor weight; it has {', '.join(held)}")
-        self.weight = tensor(path, "weight", held["weight"])
-        self.bias = tensor(path, "bias", held["bias"]) if "bias" in held else None
+        self.weight = tensor(path, "weight", held["weight"], 2)
+        self.bias = tensor(path, "bias", held["bias"], 1) if "bias" in held else None
+        for name, value in (("weight", self.weight), ("bias", self.bias)):
+            if value is not None and (
+                not value.is_floating_point() or len(value) != len(self.weight) or not len(value)
+            ):
+                raise MismatchError(
+                    f"{path}: {name} must be floating, a row for each token; it is {_name_of(value.dtype)} of "
+                    f"{list(value.shape)}, and weight has {len(self.weight)} rows"
+                )
         self.scale, self.softcap = scale, softcap
+        self.norm: tuple[Tensor, float] | None = None  # of the model's last layer, which stands before the head
+        if "norm" in held and "norm_eps" in held:
+            weight, eps = (tensor(path, name, held[name], 1).float() for name in ("norm", "norm_eps"))
+            if weight.shape != self.weight.shape[1:] or eps.shape != (1,) or not float(eps[0]) >= 0:
+                raise MismatchError(
+                    f"{path}: norm and norm_eps must be of [{self.weight.size(1)}] and of one number from 0 on; got "
+                    f"{list(weight.shape)} and {_short(eps.tolist())}"
+                )
+            self.norm = weight, float(eps[0])
         self._ready: tuple[int, torch.device, Tensor, Tensor | None] | None = None
 
     def logits(self, hidden: Tensor, vocab: int, device: torch.device) -> Tensor:
@@ -205,7 +275,8 @@ class Shards:
     def read(self, rows: Tensor) -> Tensor:
         """Rows in ascending order."""
         parts = []
-        for table, start in zip(self.tables, self.starts, strict=False):
+        first, last = (bisect.bisect_right(self.starts, int(rows[end])) - 1 for end in (0, -1))
+        for table, start in zip(self.tables[first : last + 1], self.starts[first : last + 1], strict=True):
             own = rows[(rows >= start) & (rows < start + table.whole)] - start
             if len(own):
                 low, high = int(own[0]), int(own[-1]) + 1
@@ -219,34 +290,61 @@ class Recording:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.about = header_of(path)
-        self.vocab = int(self.about["vocab"])
-        held = entries(path / TOKENS)
-        named = {name: tensor(path / TOKENS, name, held[name]) for name in held}
-        if tokens_sha256(named["tokens"]) != self.about["tokens_sha256"]:
-            raise MismatchError(f"{path / TOKENS} is not what {HEADER} was written for: its checksum is another")
-        self.layout = layout_of(
-            named["tokens"], 0, named.get("document"), group=named.get("group"), groups=self.about.get("groups", [])
-        )
-        what = self.about["what"]
-        self.shards = Shards(list(self._tables(what)))
+        self.vocab = self.about["vocab"]
+        tokens = self._tokens()
+        what, dtype = self.about["what"], DTYPES_BY_NAME[self.about["dtype"]]
+        self.shards = Shards(list(self._tables(what, dtype, len(tokens))))
         self.rows = self.shards.whole
         self.head = self._head() if what == "hidden" else None
-        dtype = DTYPES_BY_NAME[self.about["dtype"]]
         self.rounded = dtype if what == "logits" and dtype.itemsize == 2 else None
 
-    def _tables(self, what: str) -> Iterator[Table]:
-        first = 0
-        for name in shard_names(self.about["shards"]):
+    def _tokens(self) -> Tensor:
+        path = self.path / TOKENS
+        if not path.is_file():
+            raise MismatchError(f"{path} is missing: without tokens no row has a place")
+        held = entries(path)
+        if "tokens" not in held:
+            raise MismatchError(f"{path} has no tensor tokens; it has {', '.join(held)}")
+        tokens = ids(path, "tokens", held.pop("tokens"), 2)
+        if tokens_sha256(tokens) != self.about["tokens_sha256"]:
+            raise MismatchError(f"{path} is not what {HEADER} was written for: its checksum is another")
+        columns = {name: ids(path, name, entry, 1) for name, entry in held.items()}
+        for name, column in columns.items():
+            if len(column) != len(tokens):
+                raise MismatchError(f"{path}: {name} has {len(column)} ids, and tokens have {len(tokens)} windows")
+        names, group = self.about.get("groups") or [], columns.get("group")
+        if group is not None and len(group) and not 0 <= int(group.min()) <= int(group.max()) < len(names):
+            raise MismatchError(
+                f"{path}: group must lie from 0 to {len(names) - 1}, as {HEADER} names {len(names)} groups; "
+                f"it goes from {int(group.min())} to {int(group.max())}"
+            )
+        self.layout = dataclasses.replace(layout_of(tokens, 0, columns), names=names)
+        _check_labels(path, self.layout.label, self.vocab)
+        return tokens
+
+    def _tables(self, what: str, dtype: torch.dtype, windows: int) -> Iterator[Table]:
+        first, columns, shards = 0, None, self.about["shards"]
+        if shards > windows:
+            raise MismatchError(
+                f"{self.path / HEADER}: shards must be at most {windows}, as there are windows; got {shards}"
+            )
+        for name in shard_names(shards):
             path = self.path / name
             if not path.exists():
                 return
             held = entries(path)
             if what not in held:
-                raise MismatchError(f"{path} has no tensor {what}")
+                raise MismatchError(f"{path} has no tensor {what}; it has {', '.join(held)}")
             table = rows_of(path, what, held[what])
+            columns = columns or (self.vocab if what == "logits" else table.columns)
+            if len(held[what].shape) != 2 or table.columns != columns or table.dtype != dtype:
+                raise MismatchError(
+                    f"{path}: {what} must be {_name_of(dtype)} of [rows, {columns}], as {HEADER} and other shards have "
+                    f"it; it is {_name_of(table.dtype)} of {held[what].shape}"
+                )
             if "first_row" in held and table.whole == table.rows:
-                begins = int(tensor(path, "first_row", held["first_row"]).reshape(-1)[0])
-                if begins != first:
+                begins = ids(path, "first_row", held["first_row"]).reshape(-1).tolist()
+                if begins != [first]:
                     raise MismatchError(f"{path} begins with row {begins}, and the shards before it have {first} rows")
             first += table.rows
             yield table
@@ -257,9 +355,16 @@ class Recording:
 
     def _head(self) -> Head:
         path = self.path / self.about["head"]["file"]
-        if not path.exists():
+        if not path.is_file():
             raise MismatchError(f"{path} is missing: without the head hidden states have no logits")
-        return Head(path, float(self.about["logit_scale"]), self.about["softcap"])
+        head = Head(path, float(self.about["logit_scale"]), self.about.get("softcap"))
+        hidden = self.shards.tables[0].columns if self.shards.tables else head.weight.size(1)
+        if head.weight.shape != (self.vocab, hidden):
+            raise MismatchError(
+                f"{path}: weight must be [{self.vocab}, {hidden}], as {HEADER} has tokens and the shards have "
+                f"dimensions; it is {list(head.weight.shape)}"
+            )
+        return head
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         values = self.shards.read(rows)
@@ -268,7 +373,7 @@ class Recording:
         return Read(_first(values, vocab).to(device))
 
 
-DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+DTYPES_BY_NAME = {_name_of(dtype): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
 def _first(values: Tensor, vocab: int) -> Tensor:
@@ -276,13 +381,47 @@ def _first(values: Tensor, vocab: int) -> Tensor:
 
 
 def header_of(path: Path) -> dict[str, Any]:
+    """Of a recording, with all that its readers ask for."""
     try:
         about = json.loads((path / HEADER).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MismatchError(f"{path / HEADER} cannot be read: {error}") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise MismatchError(f"{path / HEADER} is not of the format {FORMAT}")
+    for name, is_right, wanted in WANTED:
+        if not is_right(about.get(name)):
+            came = _short(about[name]) if name in about else "nothing"
+            raise MismatchError(f"{path / HEADER}: {name} must be {wanted}; got {came}")
+    head = about.get("head")
+    if about["what"] == "hidden" and not (isinstance(head, dict) and _is_file_name(head.get("file"))):
+        raise MismatchError(f"{path / HEADER}: head must name its file, as {{'file': '{HEAD}'}}; got {_short(head)}")
     return about
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30 and value != 0
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) < 256 and not set(value) & {"/", "\\", "\0"} and value != ".."
+
+
+# What must be in a recording's header, when it is right, and how that is said
+WANTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("what", lambda v: v in ("hidden", "logits"), "hidden or logits"),
+    ("dtype", lambda v: isinstance(v, str) and v in DTYPES_BY_NAME, f"one of {', '.join(DTYPES_BY_NAME)}"),
+    ("vocab", lambda v: type(v) is int and 0 < v < 1 << 31, "the number of tokens"),
+    ("shards", lambda v: type(v) is int and v > 0, "the number of shards"),
+    ("tokens_sha256", lambda v: isinstance(v, str), f"the checksum of {TOKENS}"),
+    ("logit_scale", _is_number, "a number other than 0"),
+    ("softcap", lambda v: v is None or (_is_number(v) and v > 0), "null or a positive number"),
+    (
+        "groups",
+        lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
+        "a list of names",
+    ),
+    ("tokenizer", lambda v: v is None or _is_file_name(v), "a file's name"),
+)
 
 
 def shard_names(count: int) -> list[str]:
@@ -306,7 +445,8 @@ class LogitsFile:
         names = ["logits"] if "logits" in held else sorted((n for n in held if is_rows(held[n])), key=_natural)
         if not names or not all(is_rows(held[name]) for name in names):
             raise MismatchError(
-                f"{path} has no tensor of logits, [rows, vocab] or [windows, positions, vocab]; it has {held}"
+                f"{path} has no tensor of logits, [rows, vocab] or [windows, positions, vocab]; "
+                f"it has {shapes_of(held)}"
             )
         if len({(held[name].shape[-1], held[name].dtype) for name in names}) > 1:
             shapes = ", ".join(f"{name} {held[name].shape}" for name in names)
@@ -319,38 +459,40 @@ class LogitsFile:
 
     def _layout(self, held: dict[str, Entry], shapes: list[list[int]]) -> Layout:
         lengths = [shape[-2] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
+        if not any(lengths):
+            raise MismatchError(f"{self.path}: its logits have no row; their shapes are {shapes}")
         window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         position = torch.cat([torch.arange(length) for length in lengths])
         label, tokens = torch.full_like(window, IGNORED), None
-        given = {
-            name: tensor(self.path, name, held[name])
-            for name in (*TOKEN_NAMES, "labels", "block", "group")
-            if name in held
-        }
-        named = next((name for name in TOKEN_NAMES if name in given), None)
+        named = next((name for name in TOKEN_NAMES if name in held), None)
         if named is not None:
-            tokens = given[named].long().reshape(len(lengths), -1)
-            if tokens.size(1) not in (max(lengths), max(lengths) + 1):
+            given = ids(self.path, named, held[named])
+            longest = max(lengths)
+            if given.numel() not in (longest * len(lengths), (longest + 1) * len(lengths)):
                 raise MismatchError(
-                    f"{self.path}: {named} has {given[named].shape} ids, and logits have {lengths} rows"
+                    f"{self.path}: {named} must have as many ids as logits have rows, or one more for each window; "
+                    f"got {list(given.shape)} beside {shapes}"
                 )
+            tokens = given.reshape(len(lengths), -1)
             follows = position + 1 < tokens.size(1)
             label[follows] = tokens[window[follows], position[follows] + 1]
-        for name, into in (("labels", label), ("block", window)):
-            if name in given and given[name].numel() != len(into):
-                raise MismatchError(
-                    f"{self.path}: {name} has {given[name].numel()} ids, and logits have {len(into)} rows"
-                )
-        label = given["labels"].long().reshape(-1) if "labels" in given else label
-        wrong = label[(label != IGNORED) & ((label < 0) | (label >= self.vocab))]
-        if len(wrong):
-            raise MismatchError(
-                f"{self.path}: labels and tokens must lie from 0 to {self.vocab - 1}; got {wrong[0].item()}"
-            )
-        block = given["block"].long().reshape(-1) if "block" in given else window
-        group = given["group"].long().reshape(-1) if "group" in given else None
-        names = [] if group is None else [str(i) for i in range(int(group.max()) + 1)]
-        return Layout(window, position, label, block, max(lengths), tokens, group, names)
+            label[label == NO_TOKEN] = IGNORED
+        columns = {}
+        for name, entry in held.items():
+            is_asked = name in ("labels", "block", "group")
+            if not is_asked and (
+                entry.dtype not in (torch.int32, torch.int64) or entry.shape not in ([len(window)], [len(lengths)])
+            ):
+                continue
+            column = ids(self.path, name, entry).reshape(-1)
+            if len(column) == len(lengths) != len(window) and name != "labels":
+                column = column[window]
+            if len(column) != len(window):
+                raise MismatchError(f"{self.path}: {name} has {len(column)} ids, and logits have {len(window)} rows")
+            columns[name] = column
+        label = columns.pop("labels", label)
+        _check_labels(self.path, label, self.vocab)
+        return Layout(window, position, label, max(lengths), tokens, columns)
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         return Read(_first(self.shards.read(rows), vocab).to(device))
@@ -374,7 +516,7 @@ class HiddenFiles:
     rounded: torch.dtype | None = None
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        self.path, self.about = path, {"what": "hidden"}
+        self.path, self.about = path, {"what": "hidden", "norm": "as stored"}
         folder = path if path.is_dir() else path.parent
         if not (folder / HEAD).exists():
             raise MismatchError(
@@ -386,24 +528,26 @@ class HiddenFiles:
         found = []
         for file in files:
             held = entries(file)
-            given, states = tensor(file, "token_ids", held["token_ids"]), held["hidden_states"]
-            ids = [int(i) for i in given]
-            if states.shape[0] != len(ids) or states.shape[-1] != hidden:
+            if "token_ids" not in held:
+                raise MismatchError(f"{file} has no tensor token_ids; it has {', '.join(held)}")
+            given, states = ids(file, "token_ids", held["token_ids"], 1).tolist(), held["hidden_states"]
+            if len(states.shape) not in (2, 3) or states.shape[0] != len(given) or states.shape[-1] != hidden:
                 raise MismatchError(
-                    f"{file}: hidden_states must be of {len(ids)} tokens and {hidden} dimensions, as its token_ids and "
-                    f"the head; got {states.shape}"
+                    f"{file}: hidden_states must be of {len(given)} tokens and {hidden} dimensions, as its token_ids "
+                    f"and the head; got {states.shape}"
                 )
-            found.append((ids, file, states))
+            found.append((given, file, states))
         found.sort(key=lambda each: each[0])  # their names are of requests, and differ between runs
-        length = max(len(ids) for ids, _, _ in found)
+        length = max(len(given) for given, _, _ in found)
         tokens = torch.full((len(found), length), NO_TOKEN)
         self.tables = []
-        for row, (ids, file, states) in enumerate(found):
-            tokens[row, : len(ids)] = torch.tensor(ids)
+        for row, (given, file, states) in enumerate(found):
+            tokens[row, : len(given)] = torch.tensor(given)
             self.tables.append(
-                rows_of(file, "hidden_states", states._replace(shape=[len(ids), math.prod(states.shape[1:])]))
+                rows_of(file, "hidden_states", states._replace(shape=[len(given), math.prod(states.shape[1:])]))
             )
         self.layout = layout_of(tokens)
+        _check_labels(path, self.layout.label, self.vocab)
         self.hidden = hidden
         cut = [table.whole < table.rows for table in self.tables]
         whole = self.layout.window < (cut.index(True) if any(cut) else len(cut))
@@ -412,26 +556,39 @@ class HiddenFiles:
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         parts = []
-        window, position = self.layout.window[rows], self.layout.position[rows]
-        for each in window.unique().tolist():
-            own = position[window == each]
+        windows, counts = self.layout.window[rows].unique_consecutive(return_counts=True)
+        for each, own in zip(windows.tolist(), self.layout.position[rows].split(counts.tolist()), strict=True):
             low, high = int(own[0]), int(own[-1]) + 1
             parts.append(_selected(self.tables[each].read(low, high), own, low)[:, -self.hidden :])
-        return Read(self.head.logits(torch.cat(parts), vocab, device))
+        states = torch.cat(parts)
+        if self.about["norm"] == APPLIED and self.head.norm is not None:
+            weight, eps = self.head.norm
+            states = states.float()
+            states = states * (states.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+        return Read(self.head.logits(states, vocab, device))
 
     def _check_norm(self) -> None:
-        """States before the final norm predict the text worse than chance does."""
+        """States before the final norm predict the text worse than chance does. Whether they are is seen by that."""
         rows = torch.arange(min(self.rows, 256))
         if len(rows) == 0:
             return
-        logits = self.read(rows, self.vocab, torch.device("cpu")).values
-        loss = float(torch.nn.functional.cross_entropy(logits, self.layout.label[rows]))
+        losses = {}
+        for norm in ("as stored", *([APPLIED] if self.head.norm is not None else [])):
+            self.about["norm"] = norm
+            logits = self.read(rows, self.vocab, torch.device("cpu")).values
+            loss = float(torch.nn.functional.cross_entropy(logits, self.layout.label[rows]))
+            losses[norm] = loss if math.isfinite(loss) else math.inf
+        self.about["norm"] = min(losses, key=lambda norm: losses[norm])
+        loss = losses[self.about["norm"]]
         if not loss < math.log(self.vocab):
             raise MismatchError(
                 f"{self.path}: these hidden states predict their own text at {loss:.1f} nats a token, worse than "
                 f"chance ({math.log(self.vocab):.1f}). The head reads them after the final norm; were they stored "
-                "before it?"
+                f"before it? If {HEAD} has norm and norm_eps, as `kullback record` writes them, it is applied"
             )
+
+
+APPLIED = "applied"
 
 
 class LlamaCpp:
@@ -450,17 +607,26 @@ class LlamaCpp:
             if len(fixed) < len(MAGIC) + 12:
                 raise MismatchError(f"{path} is cut within its header")
             context, self.vocab, chunks = struct.unpack("<3i", fixed[len(MAGIC) :])
-            ids = file.read(4 * context * chunks)
-        if min(context, self.vocab, chunks) < 1 or len(ids) < 4 * context * chunks:
-            raise MismatchError(
-                f"{path} is cut within its header: of {context} x {chunks} tokens it has {len(ids) // 4}"
-            )
-        tokens = torch.frombuffer(bytearray(ids), dtype=torch.int32).view(chunks, context)
+            size, count = path.stat().st_size, context * chunks
+            if min(context, self.vocab, chunks) < 1:
+                raise MismatchError(f"{path}: its header gives {chunks} windows of {context}, and {self.vocab} tokens")
+            if size < len(fixed) + 4 * count:
+                raise MismatchError(
+                    f"{path} is cut within its header: of {context} x {chunks} tokens it has {(size - len(fixed)) // 4}"
+                )
+            given = file.read(4 * count)
+        tokens = torch.frombuffer(bytearray(given), dtype=torch.int32).view(chunks, context)
         self.first = context // 2
         self.layout = layout_of(tokens, self.first)
+        _check_labels(path, self.layout.label, self.vocab)
         columns = 2 * ((self.vocab + 1) // 2) + 4
-        self.table = Table(path, len(fixed) + len(ids), torch.int16, columns, len(self.layout.window))
+        self.table = Table(path, len(fixed) + len(given), torch.int16, columns, len(self.layout.window))
         self.rows = self.table.whole
+        if size > self.table.offset + self.table.rows * self.table.row_bytes:
+            raise MismatchError(
+                f"{path}: its header gives {self.table.rows} rows of {self.vocab} tokens, "
+                f"{self.table.rows * self.table.row_bytes} bytes; {size - self.table.offset} follow it"
+            )
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         """As they stand in the file: their masses need not add up to 1."""
@@ -475,8 +641,17 @@ class LlamaCpp:
 
 def open_source(path: Path) -> Source:
     """The reader of whatever lies there."""
+    try:
+        return _reader(path)
+    except OSError as error:
+        raise MismatchError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _reader(path: Path) -> Source:
     if not path.exists():
         raise MismatchError(f"there is no {path}")
+    if not path.is_dir() and not path.is_file():
+        raise MismatchError(f"{path} is neither a file nor a folder")
     if path.is_dir():
         if (path / HEADER).exists():
             return Recording(path)
@@ -492,3 +667,21 @@ def open_source(path: Path) -> Source:
         return LlamaCpp(path)
     held = entries(path)
     return HiddenFiles(path, [path]) if "hidden_states" in held else LogitsFile(path, held)
+
+
+def is_part_of(path: Path, source: Path) -> bool:
+    """Whether a resolved path is that of a source, or of what one in a folder is read from."""
+    source = source.resolve()
+    return path == source or (
+        path.parent == source and (path.suffix == ".safetensors" or path.name in (HEADER, TOKENIZER))
+    )
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Written under another name, so that a broken write leaves nothing under this one."""
+    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

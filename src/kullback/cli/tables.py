@@ -138,6 +138,10 @@ def _divergences(candidates: list[Found], compat: bool) -> Table:
         ["overlap, 1 − TV", *(percent(c["overlap"]["mean"]) for c in candidates)],
         ["same top token", *(percent(c["same_top"]["mean"]) for c in candidates)],
         [of, *(spread(c["same_top"], compat, percent) for c in candidates)],
+        *(
+            [f"top {k} in common", *(percent(c["top_agreement"][k]["mean"]) for c in candidates)]
+            for k in candidates[0]["top_agreement"]
+        ),
         ["flips", *(f"{c['flips']} of {c['rows']}" for c in candidates)],
     ]
     return Table("KLD in nats", _columns("", candidates), rows, fixed=1)
@@ -152,6 +156,7 @@ def _of_text(candidates: list[Found], compat: bool) -> Table:
         ["reference's", *(number(p["reference"]["mean"]) for p in of)],
         ["ratio", *(number(p["ratio"]["mean"]) for p in of)],
         [ends, *(spread(p["ratio"], compat) for p in of)],
+        ["covariance of log p", *(number(p["covariance"]) for p in of)],
         ["correlation", *(percent(p["correlation"]) for p in of)],
         ["mean Δp", *(percent(c["mean"], 3) for c in change)],
         [ends, *(spread(c, compat, lambda v: percent(v, 3)) for c in change)],
