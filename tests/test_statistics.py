@@ -326,3 +326,11 @@ def test_a_close_row_with_one_light_token_that_is_far(generator):
     x = y + 1e-4 * torch.randn(1, 640, generator=generator)
     x[0, 70] += 0.6
     check(kullback.row_statistics(x, y), definitions(x, y))
+
+
+@pytest.mark.parametrize("backend", ["c", "emulated"], indirect=True)
+def test_light_tokens_share_no_rounding(backend, generator):
+    """Rows far above 0, most of whose tokens are light: what all masses have in common would be the sum's."""
+    x, y = of_a_model((5.0, 7.3), (0.25, 0.3), 20_011, generator)
+    x, y = x + 33.7, y + 71.3
+    check(kullback.row_statistics(x, y), definitions(x, y), 5e-6)

@@ -34,7 +34,6 @@ INLINE real close_small_expm1(real x) { return x + exp_remainder_series(-x); }
 #define light_small_expm1 close_small_expm1
 #define light_small_bennett safe_small_bennett
 #define light_small_exp_remainder exp_remainder_series
-#define light_logit_mass stable_logit_mass
 #define light_logit_difference stable_logit_difference
 #define light_logit_log_fraction safe_logit_log_fraction
 #define light_select_near fast_select_near
@@ -43,6 +42,12 @@ INLINE real close_small_expm1(real x) { return x + exp_remainder_series(-x); }
 #define light_fraction in_range_ratio_or_zero
 #define light_log_mix fast_log_mix
 #define light_exp fast_exp
+
+/* Of the difference, as the row's Σ exp was found: a rounding that all masses share would not be in that. */
+INLINE real light_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)
+{
+    return ex2((x - row_max) * base_2(inv_temperature)) * inv_sum_exp;
+}
 #endif
 
 }

@@ -14,7 +14,7 @@ enum { NOWHERE = 0x7fffffff };
 #define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
 /* The largest log-mass of light tokens: what they lose by terms of far ones is nothing where the row is not close. */
 #define LIGHT_LOG_MASS (real)-6.9314718
-#define MIN_LIGHT_SUM 5e-4
+#define MIN_LIGHT_SUM 2e-3
 #define MAX_SUM 1e15
 
 /* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
