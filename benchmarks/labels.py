@@ -139,9 +139,9 @@ def alone(device):
     yield {"rows": rows, "vocab": vocab, "error": errors}, found
 
 
-def written_figures(x, y, labels):
-    """As users write them: eleven calls on float32 copies."""
-    log_q, log_p = x.float().log_softmax(-1), y.float().log_softmax(-1)
+def written_figures(x, y, labels, dtype=torch.float32):
+    """As users write them: eleven calls on copies."""
+    log_q, log_p = x.to(dtype).log_softmax(-1), y.to(dtype).log_softmax(-1)
     q, p = log_q.exp(), log_p.exp()
     log_m = (0.5 * (p + q)).log()
     of_m = F.kl_div(log_m, log_p, reduction="none", log_target=True) + F.kl_div(
@@ -170,7 +170,7 @@ def figures(device):
         x, y = model_rows.made(student, rows, vocab, dtype, device)
         labels = torch.randint(0, vocab, (rows,), device=device)
         found, part = kullback.row_statistics(x, y, labels), slice(0, rows, rows // 32)
-        truth = written_figures(x[part].double(), y[part].double(), labels[part])
+        truth = written_figures(x[part], y[part], labels[part], torch.float64)
         kinds = ("kl", "reverse_kl", "jensen_shannon", "total_variation", "entropy", "target_entropy")
         error = {
             name: ((getattr(found, name)[part].double() - truth[name]) / truth[name]).abs().max().item()

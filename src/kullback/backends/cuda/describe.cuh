@@ -14,7 +14,10 @@ enum { NOWHERE = 0x7fffffff };
 #define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
 /* The largest log-mass of light tokens: what they lose by terms of far ones is nothing where the row is not close. */
 #define LIGHT_LOG_MASS (real)-6.9314718
-#define MIN_LIGHT_SUM 2e-3
+#define MIN_LIGHT_SUM 5e-4
+/* Of a row's squared log-ratios the mean from which on it is likely to be far */
+#define FAR_SQUARE 0.03
+enum { SAMPLES = 4 }; /* of a thread */
 #define MAX_SUM 1e15
 
 /* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
@@ -173,88 +176,49 @@ typedef struct {
     bool has_light; /* whether some terms were found by the formula for rows that are not close */
 } Sums;
 
-INLINE void add_terms(Sums &sums, const Terms &terms)
-{
-#define ADD_TERM(kind) sums.kind += (double)terms.kind;
-    EACH_KIND(ADD_TERM)
-    sums.q_minus_p += (double)terms.q_minus_p;
-    sums.slope += (double)terms.slope;
-}
+#define ADD_TERM(kind) sums.kind += (double)part.kind;
+#define ADD_ELEMENT(kind) part.kind += terms.kind;
+enum { PART = 8 }; /* elements of a thread that are summed in `real` */
 
-/* The same numbers of COUNT elements */
-#define SUM_TERMS(terms_of)                                                    \
-    _Pragma("unroll") for (int j = 0; j < COUNT; j++) {                        \
-        const Terms terms = terms_of(x[j], y[j], row);                         \
-        EACH_KIND(ADD_ELEMENT)                                                 \
-        total.q_minus_p += terms.q_minus_p;                                    \
-        total.slope += terms.slope;                                            \
-    }
-#define ADD_ELEMENT(kind) total.kind += terms.kind;
-
-/* COUNT elements of both sides, where they are the thread's to add. All of a warp call: which formula serves most is one
-   choice of all, since a warp whose lanes choose pays for each. */
-template <int COUNT>
-INLINE void add_pair(Sums &sums, const real *x, const real *y, bool is_here, const Row &row, real x_lse, real y_lse, bool tries)
-{
-    real ratio = 0, above = -REAL_INFINITY;
-    bool is_number = true;
-#pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-        const real log_q = x[j] * row.input_inv_temperature - x_lse, log_p = y[j] * row.target_inv_temperature - y_lse;
-        const real apart = safe_abs(log_p - log_q), higher = log_p > log_q ? log_p : log_q;
-        is_number = is_number && apart < REAL_INFINITY;
-        ratio = apart > ratio ? apart : ratio;
-        above = higher > above ? higher : above;
-    }
-    const bool is_close = is_number && ratio < CLOSE_RATIO;
-    Terms total = {};
-    if (warp_all(is_close || !is_here)) {
-        SUM_TERMS(close_terms)
-    }
-#if !REAL_IS_DOUBLE
-    else if (tries && is_number && above < LIGHT_LOG_MASS) {
-        SUM_TERMS(light_terms)
-        sums.has_light = sums.has_light || is_here;
-    }
-#endif
-    else if (is_close) {
-        SUM_TERMS(close_terms)
-    }
-    else {
-        SUM_TERMS(safe_terms)
-    }
-    if (is_here)
-        add_terms(sums, total);
-}
-
-INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries)
+INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries_light)
 {
     Sums sums = {};
     const real x_lse = row.input_max * row.input_inv_temperature + row.input_log_sum_exp;
     const real y_lse = row.target_max * row.target_inv_temperature + row.target_log_sum_exp;
-    const int head = head_of(x, vocab), vectors = head_of(y, vocab) == head ? (vocab - head) / WIDTH : 0;
-    for (int first = 0; first < vectors; first += THREADS) {
-        const int v = first + threadIdx.x;
-        Packed<X> xs = {};
-        Packed<Y> ys = {};
-        if (v < vectors) {
-            xs = load(x + head + v * WIDTH);
-            ys = load(y + head + v * WIDTH);
+    for (int first = 0; first < vocab; first += THREADS * PART) {
+        Terms part = {};
+#pragma unroll 1
+        for (int u = 0; u < PART; u++) {
+            const int i = first + u * THREADS + (int)threadIdx.x;
+            const bool is_here = i < vocab;
+            const real xi = is_here ? counted(to_real(x[i]), x_cap, INPUT_IS_CAPPED) : row.input_max;
+            const real yi = is_here ? counted(to_real(y[i]), y_cap, TARGET_IS_CAPPED) : row.target_max;
+            const real log_q = xi * row.input_inv_temperature - x_lse, log_p = yi * row.target_inv_temperature - y_lse;
+            const real apart = safe_abs(log_p - log_q);
+            const bool is_close = apart < CLOSE_RATIO;
+            Terms terms;
+            /* a warp whose lanes choose pays for each choice, and most warps need not */
+            if (warp_all(is_close))
+                terms = close_terms(xi, yi, row);
+#if !REAL_IS_DOUBLE
+            else if (tries_light && !is_close && apart < REAL_INFINITY && log_p < LIGHT_LOG_MASS && log_q < LIGHT_LOG_MASS) {
+                terms = light_terms(xi, yi, row);
+                sums.has_light = true;
+            }
+#endif
+            else if (is_close)
+                terms = close_terms(xi, yi, row);
+            else
+                terms = safe_terms(xi, yi, row);
+            if (is_here) {
+                EACH_KIND(ADD_ELEMENT)
+                part.q_minus_p += terms.q_minus_p;
+                part.slope += terms.slope;
+            }
         }
-        real x_values[WIDTH], y_values[WIDTH];
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++) {
-            x_values[j] = counted(at(xs, j), x_cap, INPUT_IS_CAPPED);
-            y_values[j] = counted(at(ys, j), y_cap, TARGET_IS_CAPPED);
-        }
-        add_pair<WIDTH>(sums, x_values, y_values, v < vectors, row, x_lse, y_lse, tries);
-    }
-    const int edges = vocab - vectors * WIDTH;
-    for (int first = 0; first < edges; first += THREADS) {
-        const int i = first + threadIdx.x, place = i < head ? i : i + vectors * WIDTH;
-        const real x_value = i < edges ? counted(to_real(x[place]), x_cap, INPUT_IS_CAPPED) : (real)0;
-        const real y_value = i < edges ? counted(to_real(y[place]), y_cap, TARGET_IS_CAPPED) : (real)0;
-        add_pair<1>(sums, &x_value, &y_value, i < edges, row, x_lse, y_lse, tries);
+        EACH_KIND(ADD_TERM)
+        sums.q_minus_p += (double)part.q_minus_p;
+        sums.slope += (double)part.slope;
     }
 #define SHARE(kind) sums.kind = block_sum(sums.kind);
     EACH_KIND(SHARE)
@@ -262,6 +226,19 @@ INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_ca
     sums.slope = block_sum(sums.slope);
     sums.has_light = block_sum((double)sums.has_light) != 0;
     return sums;
+}
+
+/* Whether terms of far elements are worth a try, by a few of the row */
+INLINE bool looks_far(const X *x, const Y *y, int vocab, const Row &row)
+{
+    double square = 0;
+    const int step = vocab / (SAMPLES * THREADS) + 1;
+    for (int i = threadIdx.x * step; i < vocab; i += THREADS * step) {
+        const real ratio = to_real(y[i]) * row.target_inv_temperature - to_real(x[i]) * row.input_inv_temperature
+            - row.log_z_diff_high;
+        square += ratio * ratio < 1 ? (double)(ratio * ratio) : safe_abs(ratio) < REAL_INFINITY ? 1.0 : 0.0;
+    }
+    return block_sum(square) * step > FAR_SQUARE * vocab;
 }
 
 INLINE bool is_far(const Sums &sums)
@@ -307,7 +284,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         const real their_own = label < 0 ? REAL_INFINITY : counted(to_real(other[label]), y_cap, TARGET_IS_CAPPED);
         const Side target = side_of(other, (int)vocab, y_scale, y_cap, TARGET_IS_CAPPED, their_own);
         const Row row = row_of(input, target, x_scale, y_scale);
-        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, true);
+        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, looks_far(from, other, (int)vocab, row));
         if (sums.has_light && !is_far(sums))
             sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, false);
         if (threadIdx.x == 0) {

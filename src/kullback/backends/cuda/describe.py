@@ -15,7 +15,6 @@ from kullback.backends.printer import TYPES, print_macros, print_order, print_te
 from kullback.work import Describe
 
 UNROLL = 2  # vectors in flight a thread
-MIN_BLOCKS = 2  # of a multiprocessor: of three registers are spilled
 MAX_VOCAB = 1 << 30  # places are counted in 32 bits
 
 Arguments = table(parameters(text(HERE / "describe.cuh"), "kullback_describe"))
@@ -39,7 +38,7 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
         "THREADS": plan.THREADS,
         "WIDTH": plan.width(x, y),
         "UNROLL": UNROLL,
-        "MIN_BLOCKS": 1 if double else MIN_BLOCKS,
+        "MIN_BLOCKS": 1 if double else 2 if any(capped) else 3,
         "INPUT_IS_CAPPED": capped[0],
         "TARGET_IS_CAPPED": capped[1],
         "HAS_TARGET": has_target,
