@@ -82,14 +82,14 @@ def test_check_finds_everything_right_and_a_wrong_formula_wrong(monkeypatch, ter
     monkeypatch.setattr(check, "SHAPES", [(5, 33)])
     result = run("check")
     assert result.exit_code == 0, result.output
-    assert re.search(r"^378 checks in \d+ s: all right$", result.output, re.M)
+    assert re.search(r"^414 checks in \d+ s: all right$", result.output, re.M)
     assert max(map(len, result.output.splitlines())) <= WIDTH
     true = reference.rows
     monkeypatch.setattr(reference, "rows", lambda kind, *a, **k: true(kind, *a, **k) * (1 + (kind == "chi2")))
     result = run("check")
     assert result.exit_code == 1
     assert "chi2" in result.output
-    assert re.search(r"^378 checks in \d+ s: \d+ wrong$", result.output, re.M)
+    assert re.search(r"^414 checks in \d+ s: \d+ wrong$", result.output, re.M)
     assert "off by" in result.output
 
 

@@ -55,7 +55,10 @@ def rows(kind: str, form: str, x: Tensor, y: Tensor, **parameters: float) -> Ten
     kl = lambda x, y: F.kl_div(log_masses(x, form), masses(y, form), reduction="none").sum(-1)  # as users write it
     if kind == "kl":
         return kl(x, y)
-    return kl(y, x) if kind == "reverse_kl" else kl(x, y) + kl(y, x)
+    if kind == "reverse_kl":
+        return kl(y, x)
+    share = parameters.get("beta")  # of jeffreys each counts once
+    return kl(x, y) + kl(y, x) if share is None else share * kl(x, y) + (1 - share) * kl(y, x)
 
 
 def truth(kind: str, form: str, x: Tensor, y: Tensor, **parameters: float) -> Tensor:

@@ -64,7 +64,10 @@
 #endif
 
 #ifndef HAS_TARGET
-#define HAS_TARGET 1 /* describe.cuh: whether there are two sides, and which have capped logits */
-#define INPUT_IS_CAPPED 0
+#define HAS_TARGET 1 /* describe.cuh: whether there are two sides */
+#endif
+
+#ifndef INPUT_IS_CAPPED
+#define INPUT_IS_CAPPED 0 /* whether a logit x counts as softcap · tanh(x / softcap) */
 #define TARGET_IS_CAPPED 0
 #endif

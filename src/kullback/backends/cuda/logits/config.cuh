@@ -9,8 +9,6 @@
 #define VERB VERB_LOSS
 #define INPUT_IS_LOGITS 1
 #define TARGET_IS_LOGITS 1
-#define INPUT_IS_CAPPED 0 /* whether a logit x counts as softcap · tanh(x / softcap) */
-#define TARGET_IS_CAPPED 0
 #define IS_MIXED 0        /* whether a row's loss is more than its divergence (labels.cuh) */
 #define WANT_FIGURES 0    /* whether a row's log-sum-exp and entropy are wanted */
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
