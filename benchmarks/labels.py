@@ -216,18 +216,21 @@ PARTS = (dense, alone, figures, linear)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for labels.json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for labels.json, or for one named after the parts"
+    )
     parser.add_argument("--only", nargs="+", choices=[part.__name__ for part in PARTS], help="parts of it")
     given = parser.parse_args()
     out, chosen = given.out, given.only
     out.mkdir(parents=True, exist_ok=True)
+    name = "labels.json" if chosen is None else f"{'_'.join(sorted(chosen))}.json"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     report = {"provenance": bench.provenance(device), "results": []}
     for part in PARTS if chosen is None else [part for part in PARTS if part.__name__ in chosen]:
         for case, found in part(device):
             torch._dynamo.reset()
             report["results"].append({"part": part.__name__, "case": case, "seconds": found})
-            (out / "labels.json").write_text(json.dumps(report, indent=1) + "\n")
+            (out / name).write_text(json.dumps(report, indent=1) + "\n")
             first = next(iter(found.values()))
             told = ", ".join(f"{name} {s * 1e3:.3f} ({s / first:.3f})" for name, s in found.items())
             print(part.__name__, case, told, flush=True)
