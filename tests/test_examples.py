@@ -73,5 +73,6 @@ def test_what_the_sanitizer_watches():
         "labels",
         "literal",
         "topk",
+        "describe",
         "linear",
     ]
