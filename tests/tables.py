@@ -114,17 +114,25 @@ def real_rows_on_a_cpu():
 
 
 def labels():
-    """Milliseconds on an H200 with a student's gradient, and how many times the divergence alone."""
-    results = json.loads((ROOT / "benchmarks/results/h200/labels.json").read_text(encoding="utf-8"))["results"]
+    """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
+    read = lambda path: json.loads((ROOT / "benchmarks/results" / path).read_text(encoding="utf-8"))["results"]
+    of_labels, of_rows = read("h200/labels.json"), read("h100/alone_figures.json")
     lines = []
-    for part, head in (("dense", "rows, kind"), ("linear", "hidden states"), ("alone", "labels alone")):
+    for part, head, results in (
+        ("dense", "H200: rows, kind", of_labels),
+        ("linear", "H200: hidden states", of_labels),
+        ("alone", "H100: labels alone", of_rows),
+        ("figures", "H100: figures of rows", of_rows),
+    ):
         found = [result for result in results if result["part"] == part]
         names = list(dict.fromkeys(name for result in found for name in result["seconds"]))
         lines += ["", f"| {head} | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
         for result in found:
             case, seconds = result["case"], result["seconds"]
             first = next(iter(seconds.values()))
-            of = f"{case['student']}, {case['kind']}" if part == "dense" else f"{case['rows']} × {case['vocab']}"
+            of = f"{case['rows']} × {case['vocab']}"
+            if "student" in case:
+                of = f"{case['student']}, {case['kind']}" if part == "dense" else f"{case['student']}, {of}"
             cells = (
                 f"{seconds[name] * 1e3:.2f} ({seconds[name] / first:.2f})" if name in seconds else "" for name in names
             )
