@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback import parallel
+from kullback import backends, parallel
 from kullback.backends.pytorch import entropy, label_logits
 from kullback.backends.pytorch.piece import capped
 from kullback.labels import in_slice
 from kullback.problem import Problem, accumulator
-from kullback.work import Operands, as_rows, row_vector
+from kullback.tracing import is_traced
+from kullback.work import Describe, Operands, as_rows, row_vector
 
 
 class LossStatistics(NamedTuple):
@@ -114,6 +115,20 @@ def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
 
 def figures_of(problem: Problem, x: Tensor, row_weight: Tensor | None) -> Tensor:
     """[2, rows]: of rows [rows, vocab] that no loss reads whole; 0 where they do not count."""
+    figures = (
+        _in_operators(problem, x) if problem.shard.group or is_traced(x) or not x.numel() else _of_kernel(problem, x)
+    )
+    return figures if row_weight is None else figures.masked_fill(row_weight == 0, 0)
+
+
+def _of_kernel(problem: Problem, x: Tensor) -> Tensor:
+    figures = x.new_empty((2, x.size(0)), dtype=accumulator(x))
+    backends.run(Describe(problem, x, None, None, figures, x.new_empty((2, x.size(0)), dtype=torch.int64)))
+    return figures
+
+
+def _in_operators(problem: Problem, x: Tensor) -> Tensor:
+    """The same of pieces that ranks have, and for what follows operators."""
     side, group = problem.input, problem.shard.group
     values = capped(x.to(accumulator(x)), side.softcap) / side.temperature
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
@@ -122,8 +137,7 @@ def figures_of(problem: Problem, x: Tensor, row_weight: Tensor | None) -> Tensor
     of_rows = entropy(problem, x, lse)
     if group:
         of_rows = parallel.all_gather(of_rows, parallel.resolved(group)).sum(0)
-    figures = torch.stack([lse, of_rows])
-    return figures if row_weight is None else figures.masked_fill(row_weight == 0, 0)
+    return torch.stack([lse, of_rows])
 
 
 @contextlib.contextmanager
