@@ -51,11 +51,22 @@ class Table:
         self.path, self.offset, self.dtype, self.columns, self.rows = path, offset, dtype, columns, rows
         self.row_bytes = columns * dtype.itemsize
         self.whole = max(0, min(rows, (path.stat().st_size - offset) // max(1, self.row_bytes)))
+        self._space = torch.empty(0, columns, dtype=dtype)
 
     def read(self, start: int, stop: int) -> Tensor:
-        if stop <= start:
-            return torch.empty(0, self.columns, dtype=self.dtype)
-        values = torch.empty(stop - start, self.columns, dtype=self.dtype)
+        """Some rows, in memory of their own."""
+        return self._filled(torch.empty(max(0, stop - start), self.columns, dtype=self.dtype), start)
+
+    def passing(self, start: int, stop: int) -> Tensor:
+        """The same, in memory that the next such call takes: what each asks for anew leaves gaps in the heap."""
+        count = max(0, stop - start)
+        if len(self._space) < count:
+            self._space = torch.empty(count, self.columns, dtype=self.dtype)
+        return self._filled(self._space[:count], start)
+
+    def _filled(self, values: Tensor, start: int) -> Tensor:
+        if not values.numel():
+            return values
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset + start * self.row_bytes)
             into, there = values.view(torch.uint8).numpy().data.cast("B"), 0
@@ -273,14 +284,14 @@ class Shards:
                 break
 
     def read(self, rows: Tensor) -> Tensor:
-        """Rows in ascending order."""
+        """Rows in ascending order, until the next are read."""
         parts = []
         first, last = (bisect.bisect_right(self.starts, int(rows[end])) - 1 for end in (0, -1))
         for table, start in zip(self.tables[first : last + 1], self.starts[first : last + 1], strict=True):
             own = rows[(rows >= start) & (rows < start + table.whole)] - start
             if len(own):
                 low, high = int(own[0]), int(own[-1]) + 1
-                parts.append(_selected(table.read(low, high), own, low))
+                parts.append(_selected(table.passing(low, high), own, low))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -631,7 +642,7 @@ class LlamaCpp:
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         """As they stand in the file: their masses need not add up to 1."""
         low, high = int(rows[0]), int(rows[-1]) + 1
-        stored = _selected(self.table.read(low, high), rows, low).to(device)
+        stored = _selected(self.table.passing(low, high), rows, low).to(device)
         scale, least = stored[:, :4].contiguous().view(torch.float32).split(1, -1)
         steps = stored[:, 4 : 4 + vocab].int() & 0xFFFF
         # A row whose tokens are all nearer than that has its own least entry there.
