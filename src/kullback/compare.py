@@ -156,8 +156,9 @@ def top_agreement(input: Tensor, target: Tensor) -> Tensor:
     >>> import torch
     >>> from kullback.compare import top_agreement
     >>> logits = torch.arange(20.0).repeat(2, 1)
-    >>> top_agreement(logits, logits.roll(1, -1)).tolist()[0]
-    [0.800000011920929, 0.8999999761581421]
+    >>> top_agreement(logits, logits.roll(1, -1))
+    tensor([[0.8000, 0.9000],
+            [0.8000, 0.9000]])
     """
     return common(top_tokens(input), top_tokens(target))
 
