@@ -157,6 +157,8 @@ def test_smoothed_labels():
     for options in ({}, {"label_weight": 0.5, "temperature": 2.0}):
         with pytest.raises(ValueError, match="label_smoothing goes with a label_weight, and with temperature 1"):
             distil(student, teacher, label_smoothing=0.1, **options)
+    with pytest.raises(ValueError, match="a model's loss is the mean of its tokens; got reduction='sum'"):
+        distil(student, teacher, reduction="sum")
 
 
 def test_labels_cost_no_pass_of_their_own():

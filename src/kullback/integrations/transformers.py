@@ -78,11 +78,14 @@ def distil(
         TypeError, ValueError: of `kullback.linear_divergence`, for options; for a head whose logits are not those of
             the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces.
 
-    >>> import kullback.integrations.transformers as integration
-    >>> # with integration.distil(student, teacher, "jensen_shannon", beta=0.1):
-    >>> #     Trainer(student, ...).train()
+    >>> from kullback.integrations.transformers import distil
+    >>> def train(student, teacher, trainer):
+    ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
+    ...         return trainer.train()
     """
     checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
+    if options.get("reduction", "mean") != "mean":
+        raise ValueError(f"a model's loss is the mean of its tokens; got reduction={options['reduction']!r}")
     is_fused = options.get("temperature", 1.0) == 1
     if options.get("label_smoothing", 0.0) and not (label_weight and is_fused):
         raise ValueError(
