@@ -28,7 +28,7 @@ typedef struct {
 } Sums;
 
 /* Of so many tokens together it is decided how their terms are found. */
-enum { GROUP = 64 };
+enum { GROUP = 128 };
 #define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
 /* The largest log-mass of light tokens: what they lose by terms that are not close is nothing where the row is not close. */
 #define LIGHT_LOG_MASS (real)-6.9314718
