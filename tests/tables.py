@@ -123,6 +123,7 @@ def labels():
         ("linear", "H200: hidden states", of_labels),
         ("alone", "H100: labels alone", of_rows),
         ("figures", "H100: figures of rows", of_rows),
+        ("figures", "two cores: figures of rows", read("cpu/figures.json")),
     ):
         found = [result for result in results if result["part"] == part]
         names = list(dict.fromkeys(name for result in found for name in result["seconds"]))
