@@ -334,3 +334,76 @@ def test_light_tokens_share_no_rounding(backend, generator):
     x, y = of_a_model((5.0, 7.3), (0.25, 0.3), 20_011, generator)
     x, y = x + 33.7, y + 71.3
     check(kullback.row_statistics(x, y), definitions(x, y), 5e-6)
+
+
+@pytest.mark.parametrize("backend", ["c", "emulated"], indirect=True)
+def test_logits_far_from_0_are_told_apart(backend):
+    """At an offset of 1e8 a log-sum-exp has no units; differences from the maximum do."""
+    y = torch.full((1, 512), 1e8 - 800)
+    x = y.clone()
+    x[0, 0] = y[0, 0] = 1e8
+    y[0, 64:116] = 1e8
+    found = kullback.row_statistics(x, y)
+    expected = definitions(x, y)
+    for name in ("jensen_shannon", "total_variation"):
+        assert relative_error(getattr(found, name), expected[name]) < 1e-6
+
+
+@pytest.mark.parametrize("backend", ["c", "torch", "emulated"], indirect=True)
+def test_rows_of_nothing_agree_on_nothing(backend):
+    x = torch.full((1, 9), -INF)
+    found = kullback.row_statistics(x, x, torch.tensor([1]))
+    assert not found.agreement
+    assert found.label_rank == found.target_label_rank == -1
+    assert found.label_log_prob.isnan()
+
+
+@pytest.mark.parametrize("backend", ["c", "torch", "emulated"], indirect=True)
+def test_no_log_probability_is_above_0_and_no_entropy_below(backend, generator):
+    x = 2.5 * torch.randn(400, 64, generator=generator)
+    x[:, 3] += 30
+    labels = torch.full((400,), 3)
+    for options in ({"temperature": 0.1, "softcap": 30.0}, {"temperature": 0.7}):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = kullback.row_statistics(x.to(dtype), x.to(dtype), labels, **options)
+            assert (found.label_log_prob <= 0).all()
+            assert (found.target_top_probability <= 1).all()
+            assert (found.entropy >= 0).all()
+
+
+def test_entropies_of_sure_rows_in_float64():
+    x = torch.zeros(3, 50, dtype=torch.float64)
+    x[:, 3] = torch.tensor([15.0, 25.0, 40.0])
+    rest = 49 * (-x[:, 3]).exp()  # over the first mass
+    exact = torch.log1p(rest) + rest * x[:, 3] / (1 + rest)
+    assert relative_error(kullback.row_statistics(x).entropy, exact) < 1e-13
+    alone = torch.tensor([[12.24489688873291], [4.934647672770112e20]], dtype=torch.float64)
+    assert (kullback.row_statistics(alone, temperature=0.7).entropy == 0).all()
+
+
+def test_no_rows_from_hidden_states():
+    found = kullback.linear_row_statistics(
+        torch.randn(2, 0, 4), torch.randn(9, 4), torch.randn(2, 0, 4), torch.randn(9, 4)
+    )
+    assert found.kl.shape == found.entropy.shape == (2, 0)
+
+
+def test_what_cannot_be_followed_is_refused():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, head = torch.randn(2, 5), torch.randn(7, 5)
+    figures = lambda a, b: kullback.row_statistics(a, b).kl
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        with pytest.raises(TypeError, match=r"input must be a plain tensor.*got FakeTensor"):
+            figures(fake, fake)
+    for call in (
+        lambda: torch.vmap(figures)(x[:, None], x[:, None]),
+        lambda: torch.func.grad(lambda a: figures(a, x).sum())(x),
+        lambda: make_fx(figures)(x, x),
+        lambda: torch.jit.trace(figures, (x, x), check_trace=False),
+        lambda: torch.vmap(lambda a: kullback.linear_row_statistics(a, head).entropy)(x[:, None]),
+    ):
+        with pytest.raises(TypeError, match=r"input must be a plain tensor, outside of tracing and torch\.func"):
+            call()

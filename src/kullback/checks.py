@@ -32,7 +32,7 @@ from kullback.problem import (
     Weights,
     accumulator,
 )
-from kullback.tracing import in_functorch, is_symbolic, is_traced
+from kullback.tracing import has_memory, in_functorch, is_symbolic, is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -344,6 +344,16 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")
     elif not right.all():
         raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {labels[~right][0].item()}")
+
+
+def check_memory(**given: Tensor | None) -> None:
+    """Figures of rows are no operators: what records, maps or stands in for tensors cannot follow them."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and not torch.compiler.is_compiling() and not has_memory(tensor):
+            raise TypeError(
+                f"{name} must be a plain tensor, outside of tracing and torch.func: figures of rows cannot be followed "
+                f"there; got {type(tensor).__name__} (of a DTensor, pass what to_local() or full_tensor() gives)"
+            )
 
 
 def labels_of(given: Tensor | None, input: Tensor, vocab: int) -> Tensor | None:

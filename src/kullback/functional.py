@@ -748,7 +748,7 @@ def row_statistics(
 
     Raises:
         TypeError, ValueError: as of `divergence`; labels of another shape or dtype or, on a CPU, that are no
-            tokens.
+            tokens; DTensors, and tensors that something traces or transforms.
 
     Sources: docs/mathematics.md. The rank of a token is the number of tokens with more mass.
 
@@ -760,6 +760,7 @@ def row_statistics(
     """
     backends.begin()
     checks.check_tensor("input", input)
+    checks.check_memory(input=input, target=target, labels=labels)
     if target is not None:
         checks.check_pair(input, target)
     other = input if target is None else target
@@ -946,6 +947,10 @@ def linear_row_statistics(
     backends.begin()
     if (target is None) != (target_weight is None):
         raise ValueError("target and target_weight go together; one of them is None")
+    for name, tensor in {"input": input, "weight": weight, "target": target, "target_weight": target_weight}.items():
+        if tensor is not None:
+            checks.check_tensor(name, tensor)
+    checks.check_memory(input=input, weight=weight, target=target, target_weight=target_weight, labels=labels)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     models = [(rows_of(hidden), weight, bias)]
     if target is not None and target_weight is not None:

@@ -101,17 +101,17 @@ def _of_chunk(problem: Problem, x: Tensor, y: Tensor | None, labels: Tensor | No
     if y is not None:
         sides.append(("target_", problem.target, y))
         found["cross_entropy"] = found["target_entropy"] + found["kl"]
-        are_numbers = ~(found["lse"] + found["target_lse"]).isnan()
+        are_numbers = ~(found["entropy"] + found["target_entropy"]).isnan()  # of -inf alone it is none
         found["agreement"] = are_numbers & (found["top_token"] == found["target_top_token"])
         top = found["target_top_token"]
         found["target_top_probability"] = _log_probs(problem.target, y, found["target_lse"], top).exp()
     if labels is not None:
         counts = labels != IGNORED
         for name, side, logits in sides:
-            lse, rank = found[f"{name}lse"], found[f"{name}label_rank"]
+            lse, rank, entropy = (found[f"{name}{each}"] for each in ("lse", "label_rank", "entropy"))
             log_prob = _log_probs(side, logits, lse, torch.where(counts, labels, 0))
             found[f"{name}label_log_prob"] = torch.where(counts, log_prob, torch.nan)
-            found[f"{name}label_rank"] = torch.where(counts & ~lse.isnan(), rank, -1)
+            found[f"{name}label_rank"] = torch.where(counts & ~entropy.isnan(), rank, -1)
     else:
         found = {name: numbers for name, numbers in found.items() if not name.endswith("rank")}
     dtype = torch.promote_types(torch.promote_types(x.dtype, x.dtype if y is None else y.dtype), torch.float32)
@@ -120,10 +120,10 @@ def _of_chunk(problem: Problem, x: Tensor, y: Tensor | None, labels: Tensor | No
 
 
 def _log_probs(side: Side, logits: Tensor, lse: Tensor, tokens: Tensor) -> Tensor:
-    """Of a token of each row, whose log-sum-exp is known."""
+    """Of a token of each row, whose log-sum-exp is known. No more than 0: a cap may be an ulp of the kernel's off."""
     own = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     own = capped(own.to(compute_dtype(own, own)), side.softcap)
-    return own.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64) - lse
+    return (own.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64) - lse).clamp_(max=0)
 
 
 def as_logits(values: Tensor, form: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 # Private, and so by name; where one is missing every call counts as traced: slower, never wrong.
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_modes = getattr(torch._C, "_TorchDispatchModeKey", None)
+_proxies = functools.partial(torch._C._get_dispatch_mode, _modes.PROXY) if _modes else lambda: None  # of make_fx
 _jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
 is_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
@@ -30,6 +33,12 @@ def is_traced(*tensors: Tensor) -> bool:
         if type(tensor) not in PLAIN or is_batched(tensor):
             return True
     return False
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a kernel may read it now, and its result is what it will be: nothing stands in for it, or records."""
+    records = _jit_is_tracing() or _functorch_is_active() or _proxies() is not None
+    return type(tensor) in PLAIN and not (records or is_batched(tensor))
 
 
 def is_symbolic(number: float) -> bool:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from kullback import functional
 from kullback.sharded import is_dtensor
 
-KINDS = {"forward": "kl", "reverse": "reverse_kl"}  # of kl_type
+TYPES = ("forward", "reverse", "mixed")  # of kl
 LOG_INFINITESIMAL = -100.0  # DistillationLossFn's log p of tokens that the teacher's k leave out
 
 
@@ -62,7 +62,7 @@ def distillation_loss(
     >>> distillation_loss(student, data | {"input_ids": torch.tensor([[5, 7]])}, None, 1.0, kl_type="forward")
     (tensor(1.5232), {'loss': 1.523..., 'num_valid_samples': 1})
     """
-    if kl_type not in (*KINDS, "mixed"):
+    if kl_type not in TYPES:
         raise ValueError(f'kl_type must be "forward", "reverse" or "mixed"; got {kl_type!r}')
     if not 0 <= mixed_kl_weight <= 1:
         raise ValueError(f"mixed_kl_weight must lie from 0 to 1; got {mixed_kl_weight}")
@@ -78,22 +78,23 @@ def distillation_loss(
     options: dict[str, Any] = {"row_weight": row_weight.to(logits.device), "reduction": "sum"}
     slices = _slices(logits, vocab_parallel_group)
 
-    def loss_of(kind: str) -> Tensor:
+    def loss_of(kind: str, **parameter: Any) -> Tensor:
         if zero_outside_topk and kind == "reverse_kl":
             dense = _everywhere(values, ids, logits, slices.get("first_token", 0))
             group = vocab_parallel_group
             return functional.divergence(logits, dense, kind, target_form="log_probs", group=group, **options)
         tail = "support" if zero_outside_topk else "renormalize"
         return functional.topk_divergence(
-            logits, values, ids, kind, target_form="logits", tail=tail, **options, **slices
+            logits, values, ids, kind, target_form="logits", tail=tail, **parameter, **options, **slices
         )
 
-    if kl_type != "mixed":
-        total = loss_of(KINDS[kl_type])
-    elif mixed_kl_weight == 0.5 and not zero_outside_topk:
-        total = 0.5 * loss_of("jeffreys")
+    share = {"forward": 1.0, "reverse": 0.0}.get(kl_type, mixed_kl_weight)
+    if share in (0, 1):
+        total = loss_of("kl" if share else "reverse_kl")
+    elif zero_outside_topk:
+        total = share * loss_of("kl") + (1 - share) * loss_of("reverse_kl")
     else:
-        total = mixed_kl_weight * loss_of("kl") + (1 - mixed_kl_weight) * loss_of("reverse_kl")
+        total = loss_of("mixed_kl", beta=share)
     loss = total / normalizer
     return loss, {"loss": float(loss.item()), "num_valid_samples": data["input_ids"].shape[0]}
 
@@ -170,7 +171,7 @@ def direct_topk_kl(
         student,
         teacher[..., ids],
         ids.expand(*student.shape[:-1], -1),
-        KINDS["reverse" if self.reverse_kl else "forward"],
+        "reverse_kl" if self.reverse_kl else "kl",
         target_form="logits",
         tail="renormalize",
         temperature=self.temperature,

@@ -40,12 +40,12 @@ typedef struct { real ratio, above; } Bounds;
 INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
 {
     const real x_scale = row->input_inv_temperature, y_scale = row->target_inv_temperature;
-    const real x_lse = row->input_max * x_scale + row->input_log_sum_exp, y_lse = row->target_max * y_scale + row->target_log_sum_exp;
     real ratio = 0, above = -REAL_INFINITY;
     (void)softcaps;
 #pragma omp simd reduction(max: ratio, above)
     for (int64_t i = 0; i < n; i++) {
-        const real log_q = COUNTED_X(LOAD_X(x[i])) * x_scale - x_lse, log_p = COUNTED_Y(LOAD_Y(y[i])) * y_scale - y_lse;
+        const real log_q = (COUNTED_X(LOAD_X(x[i])) - row->input_max) * x_scale - row->input_log_sum_exp;
+        const real log_p = (COUNTED_Y(LOAD_Y(y[i])) - row->target_max) * y_scale - row->target_log_sum_exp;
         const real apart = safe_abs(log_p - log_q), higher = log_p > log_q ? log_p : log_q;
         const real of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY; /* also of NaN */
         ratio = of_number > ratio ? of_number : ratio;

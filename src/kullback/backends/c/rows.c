@@ -597,7 +597,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     if (a->figures) { /* before gradients may take the logits' place */
         a->figures[r] = lse(found.input);
         a->figures[a->rows + r]
-            = entropy(input_exponentials(x, n, softcaps, row.input_inv_temperature, row.input_max, 1), found.input.sum_exp);
+            = entropy(input_exponentials(x, n, softcaps, row.input_inv_temperature, row.input_max, 1));
     }
 #endif
     double loss = 0;

@@ -19,7 +19,7 @@ NOINLINE static double SIDE(max)(const T *x, int64_t n)
 INLINE Exponentials SIDE(exponentials)(const T *x, int64_t n, Softcaps softcaps, real inv_temperature, real row_max,
                                        int wants_moment)
 {
-    Exponentials result = { 0, 0 };
+    Exponentials result = { 0, 0, 0, 0 };
     (void)softcaps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
@@ -33,8 +33,10 @@ INLINE Exponentials SIDE(exponentials)(const T *x, int64_t n, Softcaps softcaps,
             if (wants_moment)
                 moment += mass * (exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
         }
-        result.sum += (double)sum + maxima;
+        result.rest += sum;
+        result.maxima += maxima;
         result.moment += moment;
     }
+    result.sum = result.rest + result.maxima;
     return result;
 }

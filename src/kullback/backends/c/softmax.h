@@ -16,11 +16,14 @@ typedef struct { double input, target; } Temperatures;
 
 #define LEAST_EXPONENT (real)-1e30 /* of no mass, times which it is nothing */
 
-/* Σ exp(exponent) and Σ exponent·exp(exponent) */
-typedef struct { double sum, moment; } Exponentials;
+/* Σ exp(exponent), how many exponents are 0, Σ exp of the others, and Σ exponent·exp(exponent) */
+typedef struct { double sum, maxima, rest, moment; } Exponentials;
 
-/* log Σ exp less the mean of what it is of; the sum as it may have been corrected */
-INLINE double entropy(Exponentials of, double sum_exp) { return log(sum_exp) - of.moment / sum_exp; }
+/* log Σ exp less the mean of what it is of */
+INLINE double entropy(Exponentials of)
+{
+    return (of.maxima == 1 ? log1p(of.rest) : log(of.sum)) - of.moment / of.sum;
+}
 
 /* -inf of a piece without mass */
 INLINE double lse(Softmax softmax) { return softmax.max == -INFINITY ? softmax.max : softmax.max + log(softmax.sum_exp); }

@@ -41,10 +41,10 @@ static Softmax SIDE(describe)(const T *x, int64_t n, Softcaps softcaps, double t
 {
     const real scale = (real)(1 / temperature), largest = COUNTED((real)SIDE(max)(x, n));
     Softmax softmax = { (double)largest * (double)scale, 1 };
-    const Exponentials found = SIDE(exponentials)(x, n, softcaps, scale, (real)(softmax.max / (double)scale), 1);
+    const Exponentials found = SIDE(exponentials)(x, n, softcaps, scale, largest, 1);
     softmax.sum_exp = found.sum;
     numbers[0] = lse(softmax);
-    numbers[stride] = entropy(found, found.sum);
+    numbers[stride] = entropy(found);
     tokens[0] = SIDE(first_of)(x, n, softcaps, largest);
     tokens[stride] = label < 0 ? 0 : SIDE(count_above)(x, n, softcaps, COUNTED(LOAD(x[label])));
     return softmax;

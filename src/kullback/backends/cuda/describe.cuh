@@ -164,7 +164,7 @@ INLINE void write_side(const Side &side, real scale, double *numbers, long long 
 {
     const double sum = sum_exp(side);
     numbers[0] = side.max == -REAL_INFINITY && side.nan_at == NOWHERE ? (double)side.max : (double)side.max * (double)scale + log(sum);
-    numbers[stride] = log(sum) - side.moment / sum;
+    numbers[stride] = (side.maxima == 1 ? log1p(side.rest) : log(sum)) - side.moment / sum;
     tokens[0] = side.nan_at < NOWHERE ? side.nan_at : side.first < NOWHERE ? side.first : 0;
     tokens[stride] = side.above;
 }
@@ -183,8 +183,6 @@ enum { PART = 8 }; /* elements of a thread that are summed in `real` */
 INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries_light)
 {
     Sums sums = {};
-    const real x_lse = row.input_max * row.input_inv_temperature + row.input_log_sum_exp;
-    const real y_lse = row.target_max * row.target_inv_temperature + row.target_log_sum_exp;
     for (int first = 0; first < vocab; first += THREADS * PART) {
         Terms part = {};
 #pragma unroll 1
@@ -193,7 +191,8 @@ INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_ca
             const bool is_here = i < vocab;
             const real xi = is_here ? counted(to_real(x[i]), x_cap, INPUT_IS_CAPPED) : row.input_max;
             const real yi = is_here ? counted(to_real(y[i]), y_cap, TARGET_IS_CAPPED) : row.target_max;
-            const real log_q = xi * row.input_inv_temperature - x_lse, log_p = yi * row.target_inv_temperature - y_lse;
+            const real log_q = (xi - row.input_max) * row.input_inv_temperature - row.input_log_sum_exp;
+            const real log_p = (yi - row.target_max) * row.target_inv_temperature - row.target_log_sum_exp;
             const real apart = safe_abs(log_p - log_q);
             const bool is_close = apart < CLOSE_RATIO;
             Terms terms;

@@ -214,7 +214,8 @@ def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
     low = (lse - high).to(dtype)  # a rounded log-sum-exp would be seen beside the logarithm of a mass next to 1
     logs = (values - high.unsqueeze(-1)).sub_(low.unsqueeze(-1))
     masses = logs.exp()
-    return -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1).to(lse.dtype)
+    found = -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)
+    return found.clamp_(min=0).to(lse.dtype)  # a log-sum-exp may be rounded to less than its largest term
 
 
 def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
