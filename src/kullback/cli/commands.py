@@ -114,6 +114,8 @@ def info(
         told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"
         if name == "c" and reason is None:
             told += f", compiled by {compiler()[0]}"
+        if name == "torch":
+            told += ", for what those above cannot do"
         table.add_row(f"backend {name}", told)
     kernels = [entry for entry in cache.entries() if entry.path.suffix in (".so", ".cubin")]
     size = sum(entry.size for entry in kernels) / 2**20
