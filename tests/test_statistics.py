@@ -360,9 +360,10 @@ def test_rows_of_nothing_agree_on_nothing(backend):
 
 @pytest.mark.parametrize("backend", ["c", "torch", "emulated"], indirect=True)
 def test_no_log_probability_is_above_0_and_no_entropy_below(backend, generator):
-    x = 2.5 * torch.randn(400, 64, generator=generator)
+    rows = 12 if backend == "emulated" else 400
+    x = 2.5 * torch.randn(rows, 64, generator=generator)
     x[:, 3] += 30
-    labels = torch.full((400,), 3)
+    labels = torch.full((rows,), 3)
     for options in ({"temperature": 0.1, "softcap": 30.0}, {"temperature": 0.7}):
         for dtype in (torch.float32, torch.bfloat16):
             found = kullback.row_statistics(x.to(dtype), x.to(dtype), labels, **options)
