@@ -184,3 +184,17 @@ def check_ranks(ranks: Ranks):
 
 def test_ranks_that_share_the_vocabulary(tmp_path):
     spawn(check_ranks, 2, tmp_path)
+
+
+@pytest.mark.parametrize(("weight", "kl_type"), [(1.0, "forward"), (0.0, "reverse")])
+def test_the_ends_of_a_mixture_are_the_kinds(weight, kl_type):
+    """A direction of weight 0 may be infinite."""
+    student, teacher = torch.randn(1, 3, 7), torch.randn(1, 3, 4)
+    if kl_type == "forward":
+        teacher[0, 0, 1] = -torch.inf
+    data = {"teacher_topk_logits": teacher, "teacher_topk_indices": torch.arange(4).expand(1, 3, 4)}
+    data["input_ids"] = torch.ones(1, 3, dtype=torch.long)
+    loss = lambda **options: distillation_loss(student, data, None, 2.0, **options)[0]
+    mixed = loss(kl_type="mixed", mixed_kl_weight=weight)
+    assert mixed.isfinite()
+    assert torch.equal(mixed, loss(kl_type=kl_type))
