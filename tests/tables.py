@@ -115,15 +115,14 @@ def real_rows_on_a_cpu():
 
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
-    read = lambda path: json.loads((ROOT / "benchmarks/results" / path).read_text(encoding="utf-8"))["results"]
-    of_labels, of_rows = read("h200/labels.json"), read("h100/alone_figures.json")
+    of_labels, of_rows, on_a_cpu = (load(n)["results"] for n in ("h200/labels", "h100/alone_figures", "cpu/figures"))
     lines = []
     for part, head, results in (
         ("dense", "H200: rows, kind", of_labels),
         ("linear", "H200: hidden states", of_labels),
         ("alone", "H100: labels alone", of_rows),
         ("figures", "H100: figures of rows", of_rows),
-        ("figures", "two cores: figures of rows", read("cpu/figures.json")),
+        ("figures", "two cores: figures of rows", on_a_cpu),
     ):
         found = [result for result in results if result["part"] == part]
         names = list(dict.fromkeys(name for result in found for name in result["seconds"]))

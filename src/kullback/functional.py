@@ -947,9 +947,6 @@ def linear_row_statistics(
     backends.begin()
     if (target is None) != (target_weight is None):
         raise ValueError("target and target_weight go together; one of them is None")
-    for name, tensor in {"input": input, "weight": weight, "target": target, "target_weight": target_weight}.items():
-        if tensor is not None:
-            checks.check_tensor(name, tensor)
     checks.check_memory(input=input, weight=weight, target=target, target_weight=target_weight, labels=labels)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     models = [(rows_of(hidden), weight, bias)]

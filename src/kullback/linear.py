@@ -230,9 +230,7 @@ class ModelRows:
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Rows' logits, in float32 where operands are of 16 bits."""
-    rows = hidden.size(0)
-    if not rows:
-        return hidden.new_empty((0, weight.size(0)), dtype=logits_dtype(hidden, widens=True))
+    rows = max(1, hidden.size(0))  # of none a chunk of one, which has none
     model = ModelRows(hidden, weight, bias, (False,) * 3, rows, rows, logits_dtype(hidden, widens=True), None, "")
     return model.values(slice(0, rows))
 

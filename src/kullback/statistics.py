@@ -137,8 +137,6 @@ def _chunks(rows: int, step: int) -> Iterator[slice]:
 
 def _joined(parts: list[RowStatistics], shape: torch.Size) -> RowStatistics:
     """Of all rows, in their shape."""
-    if len(parts) == 1:
-        return RowStatistics(*(None if n is None else n.view(shape) for n in parts[0]))  # type: ignore[arg-type]
     fields = (
         None if numbers[0] is None else torch.cat([n for n in numbers if n is not None]).view(shape)
         for numbers in zip(*parts, strict=True)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from kullback.work import Operands, Rows
 
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
@@ -20,6 +22,11 @@ C_TYPES = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctype
 FIRST_TENSOR = Rows._fields.index("known")
 
 Table = Callable[..., tuple[Any, ...]]  # of addresses and numbers; of text, where a call is printed
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of its first element; 0 of none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def struct_fields(source: str, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of a row's tokens at a few ids."""
+"""Log-probabilities of a row's tokens at a few ids; and what losses are told of a shared vocabulary."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
+
+
+def slices_of(logits: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Options of losses, for ranks whose slices of the vocabulary are of one width; none without a group."""
+    if group is None:
+        return {}
+    width = logits.size(-1)
+    return {
+        "group": group,
+        "first_token": dist.get_rank(group) * width,
+        "total_vocab": dist.get_world_size(group) * width,
+    }
 
 
 def log_probs_at(logits: Tensor, ids: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -34,14 +46,11 @@ def log_probs_at(logits: Tensor, ids: Tensor, group: dist.ProcessGroup | None = 
     >>> log_probs_at(torch.tensor([[2.0, 1.0, 0.0, 0.0]]), torch.tensor([[1, 3]]))
     tensor([[-1.4938, -2.4938]])
     """
-    width = logits.size(-1)
-    slices: dict[str, Any] = {}
+    width, slices = logits.size(-1), slices_of(logits, group)
     if group is None:
         values = logits.gather(-1, ids)
     else:
-        first_token = dist.get_rank(group) * width
-        slices = {"group": group, "first_token": first_token, "total_vocab": dist.get_world_size(group) * width}
-        own = ids - first_token
+        own = ids - slices["first_token"]
         is_here = (own >= 0) & (own < width)
         logits = logits.detach()
         values = logits.gather(-1, own.clamp(0, width - 1)).masked_fill(~is_here, -math.inf)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
+from kullback.integrations.log_probs import slices_of
 from kullback.sharded import is_dtensor
 
 TYPES = ("forward", "reverse", "mixed")  # of kl
@@ -76,7 +77,7 @@ def distillation_loss(
     values, ids = (data[name].to(logits.device) for name in ("teacher_topk_logits", "teacher_topk_indices"))
     row_weight, normalizer = _counted(data, logits.shape[:2], global_valid_toks)
     options: dict[str, Any] = {"row_weight": row_weight.to(logits.device), "reduction": "sum"}
-    slices = _slices(logits, vocab_parallel_group)
+    slices = slices_of(logits, vocab_parallel_group)
 
     def loss_of(kind: str, **parameter: Any) -> Tensor:
         if zero_outside_topk and kind == "reverse_kl":
@@ -105,17 +106,6 @@ def _counted(data: Any, shape: torch.Size, tokens: Tensor | float) -> tuple[Tens
         mask = data["token_mask"][:, 1 : shape[1]] * data["sample_mask"].unsqueeze(-1)
         return F.pad(mask, (0, 1)), tokens + 1e-8
     return F.pad(torch.ones(shape[0], shape[1] - 1), (0, 1)), shape[0] * (shape[1] - 1)
-
-
-def _slices(student: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    if group is None:
-        return {}
-    width = student.size(-1)
-    return {
-        "group": group,
-        "first_token": dist.get_rank(group) * width,
-        "total_vocab": dist.get_world_size(group) * width,
-    }
 
 
 def _everywhere(values: Tensor, ids: Tensor, student: Tensor, first_token: int) -> Tensor:
@@ -176,7 +166,7 @@ def direct_topk_kl(
         tail="renormalize",
         temperature=self.temperature,
         reduction="none",
-        **_slices(student, tp_group),
+        **slices_of(student, tp_group),
     )
     loss: Tensor = self._same_vocab_masked_kl(of_tokens, align, global_valid_toks, cp_group)
     return loss

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
-from kullback.integrations.log_probs import log_probs_at
+from kullback.integrations.log_probs import log_probs_at, slices_of
+from kullback.parallel import all_gather
 
 # Loss modes that `register` gives verl.
 MODES = {"kullback_kl_topk": "kl", "kullback_reverse_kl_topk": "reverse_kl"}
@@ -181,13 +181,9 @@ def topk_losses(
     student_mass, teacher_mass = own.exp().sum(-1), log_p.exp().sum(-1)
     least = -math.inf if log_prob_min_clamp is None else log_prob_min_clamp
     is_counted, log_p, log_q = own >= least, log_p.clamp_min(least), own.clamp_min(least)
-    slices: dict[str, Any] = {}
-    if group is not None:
-        width = student_logits.size(-1)
-        first = dist.get_rank(group) * width
-        slices = {"group": group, "first_token": first, "total_vocab": dist.get_world_size(group) * width}
+    counted_ids, slices = ids.masked_fill(~is_counted, -1), slices_of(student_logits, group)
     losses = functional.topk_divergence(
-        student_logits, log_p, ids.masked_fill(~is_counted, -1), kind, tail="support", reduction="none", **slices
+        student_logits, log_p, counted_ids, kind, tail="support", reduction="none", **slices
     )
     clamped = log_p.exp() * (log_p - log_q) if kind == "kl" else log_q.exp() * (log_q - log_p)
     overlaps = (ids.unsqueeze(-1) == first_tokens(student_logits.detach(), ids.size(-1), group).unsqueeze(-2)).any(-1)
@@ -207,10 +203,6 @@ def first_tokens(logits: Tensor, count: int, group: dist.ProcessGroup | None) ->
     values, ids = logits.topk(min(count, logits.size(-1)), dim=-1)
     if group is None:
         return ids
-    ids = ids + dist.get_rank(group) * logits.size(-1)
-    parts = []
-    for tensor in (values, ids):
-        of_ranks = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(of_ranks, tensor.contiguous(), group=group)
-        parts.append(torch.cat(of_ranks, -1))
-    return parts[1].gather(-1, parts[0].topk(count, dim=-1).indices)
+    ids = ids + slices_of(logits, group)["first_token"]
+    of_all, their_ids = (all_gather(tensor, group).movedim(0, -2).flatten(-2) for tensor in (values, ids))
+    return their_ids.gather(-1, of_all.topk(count, dim=-1).indices)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from kullback.backends.arguments import address
 from kullback.backends.build import BuildError, remember_failures
 from kullback.backends.c import describe, topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library, softmaxes
@@ -193,11 +193,6 @@ def _rows(work: Rows) -> None:
             )
         )
     )
-
-
-def address(tensor: Tensor | None) -> int:
-    """Of its first element; 0 of none."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _is_flat(work: Rows) -> bool:

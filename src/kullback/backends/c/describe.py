@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from kullback.backends.arguments import address
 from kullback.backends.build import remember_failures
 from kullback.backends.c.compile import HERE, arguments_of, function, library, softmaxes
 from kullback.backends.printer import TYPES, print_macros, print_order, print_terms
@@ -61,7 +62,7 @@ def run(work: Describe) -> None:
             *Arguments(
                 x=x.data_ptr(),
                 y=y.data_ptr(),
-                labels=0 if labels is None else labels.data_ptr(),
+                labels=address(labels),
                 numbers=work.numbers.data_ptr(),
                 tokens=work.tokens.data_ptr(),
                 rows=x.size(0),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kullback.backends.arguments import address
 from kullback.backends.build import remember_failures
 from kullback.backends.c.compile import HERE, arguments_of, function, library
 from kullback.backends.printer import TYPES, print_macros
@@ -81,7 +82,7 @@ def entries(work: Entries) -> None:
             *EntriesArguments(
                 values=values.data_ptr(),
                 indices=indices.data_ptr(),
-                skipped=0 if skipped is None else skipped.data_ptr(),
+                skipped=address(skipped),
                 ids=work.ids.data_ptr(),
                 target=work.target.data_ptr(),
                 wrong=wrong.data_ptr(),
@@ -119,8 +120,8 @@ def _run(name: str, work: Gather | Scatter, d_gathered: Tensor | None, d_input: 
                 x=x.data_ptr(),
                 ids=ids.data_ptr(),
                 gathered=work.gathered.data_ptr(),
-                d_gathered=0 if d_gathered is None else d_gathered.data_ptr(),
-                d_input=0 if d_input is None else d_input.data_ptr(),
+                d_gathered=address(d_gathered),
+                d_input=address(d_input),
                 rows=x.size(0),
                 vocab=x.size(1),
                 k=ids.size(1),

@@ -118,19 +118,12 @@ INLINE Side block_merged(Side side, real scale)
     return side;
 }
 
-/* Elements of a row before its first vector */
-template <typename T> INLINE int head_of(const T *x, int vocab)
-{
-    const int head = (int)((VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(T)) & (WIDTH - 1);
-    return head < vocab ? head : vocab;
-}
-
 INLINE real counted(real x, real softcap, bool is_capped) { return is_capped ? softcapped(x, softcap) : x; }
 
 template <typename T> INLINE Side side_of(const T *x, int vocab, real scale, real softcap, bool is_capped, real own)
 {
     Side side = nothing();
-    const int head = head_of(x, vocab), vectors = (vocab - head) / WIDTH, edges = vocab - vectors * WIDTH;
+    const int head = (int)head_of(x, vocab), vectors = (vocab - head) / WIDTH, edges = vocab - vectors * WIDTH;
     for (int first = 0; first < vectors; first += THREADS * UNROLL) {
         const int v = first + threadIdx.x;
         Packed<T> loaded[UNROLL] = {};

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kullback.backends.arguments import parameters, table
+from kullback.backends.arguments import address, parameters, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
@@ -65,7 +65,7 @@ def run(work: Describe) -> None:
         *Arguments(
             x=x.data_ptr(),
             y=y.data_ptr(),
-            labels=0 if labels is None else labels.data_ptr(),
+            labels=address(labels),
             numbers=work.numbers.data_ptr(),
             tokens=work.tokens.data_ptr(),
             rows=x.size(0),

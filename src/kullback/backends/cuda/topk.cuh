@@ -130,13 +130,6 @@ INLINE real reference_of(const X *x, const long long *ids, long long k)
     return safe_abs(largest) < REAL_INFINITY ? largest : (real)0;
 }
 
-/* Elements of a row before its first vector */
-INLINE long long head_of(const X *x, long long vocab)
-{
-    const long long head = (VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(X) & (WIDTH - 1);
-    return head < vocab ? head : vocab;
-}
-
 /* log Σ exp of a few logarithms; of probabilities' */
 INLINE real few_lse(const real *values, long long k, bool are_probs)
 {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
-from kullback.backends.arguments import parameters, table
+from kullback.backends.arguments import address, parameters, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
@@ -79,7 +78,7 @@ def gather(work: Gather) -> None:
                 x=x.data_ptr(),
                 ids=ids.data_ptr(),
                 gathered=work.gathered.data_ptr(),
-                target=_address(work.target),
+                target=address(work.target),
                 rows=x.size(0),
                 vocab=x.size(1),
                 k=ids.size(1),
@@ -114,10 +113,6 @@ def scatter(work: Scatter) -> None:
                 softcap=side.softcap,
             ),
         )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _marks(vocab: int) -> int:
@@ -160,7 +155,7 @@ def entries(work: Entries) -> None:
             *EntriesArguments(
                 entries=values.data_ptr(),
                 indices=indices.data_ptr(),
-                skipped=_address(skipped),
+                skipped=address(skipped),
                 distinct=work.ids.data_ptr(),
                 target=work.target.data_ptr(),
                 rows=rows,

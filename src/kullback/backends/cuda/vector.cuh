@@ -68,4 +68,11 @@ template <typename T> INLINE bool is_aligned(const T *p)
     return ((unsigned long long)p & (VECTOR_BYTES - 1)) == 0;
 }
 
+/* Elements of a row before its first vector */
+template <typename T> INLINE long long head_of(const T *x, long long vocab)
+{
+    const long long head = (VECTOR_BYTES - ((unsigned long long)x & (VECTOR_BYTES - 1))) / sizeof(T) & (WIDTH - 1);
+    return head < vocab ? head : vocab;
+}
+
 }
