@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
@@ -74,13 +75,48 @@ def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
 
     input, shared = _checked(operands)
     shape = input.shape[:-1]
-    stride = [*itertools.accumulate([1, *reversed(shape)], lambda a, b: a * b)][-2::-1]
     found = autograd.per_row(*_local(problem, operands, input, shared), dtype)
     placements = _of_rows(input.placements, shared)
     result: Tensor = DTensor.from_local(
-        found, input.device_mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+        found, input.device_mesh, placements, run_check=False, shape=shape, stride=_contiguous(shape)
     )
     return result
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor."""
+    return tuple([*itertools.accumulate([1, *reversed(shape)], operator.mul)][-2::-1])
+
+
+class Local(torch.autograd.Function):
+    """`to_local`, whose gradient has the shape and stride of the whole tensor.
+
+    torch's has the stride of equal parts. Where parts are unlike that is not the leaf's, and autograd copies the
+    gradient; torch 2.11 makes that copy Replicate(), by a gather.
+    """
+
+    @staticmethod
+    def forward(ctx: autograd.Context, tensor: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.placements, ctx.shape = tensor.device_mesh, tensor.placements, tensor.shape
+        local: Tensor = tensor.to_local()
+        return local.view_as(local)  # a tensor of autograd's own, not the one inside the DTensor
+
+    @staticmethod
+    def backward(ctx: autograd.Context, grad_out: Tensor | None) -> Tensor | None:
+        from torch.distributed.tensor import DTensor
+
+        if grad_out is None:
+            return None
+        result: Tensor = DTensor.from_local(
+            grad_out.contiguous(),
+            ctx.mesh,
+            ctx.placements,
+            run_check=False,
+            shape=ctx.shape,
+            stride=_contiguous(ctx.shape),
+        )
+        return result
 
 
 def _of_rows(placements: Sequence[Placement], shared: int | None) -> list[Placement]:
@@ -92,7 +128,7 @@ def _of_rows(placements: Sequence[Placement], shared: int | None) -> list[Placem
 
 def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | None) -> tuple[Problem, Operands]:
     """What this device has, and the problem of it."""
-    local = Operands._make(tensor.to_local() if is_dtensor(tensor) else tensor for tensor in operands)
+    local = Operands._make(Local.apply(tensor) if is_dtensor(tensor) else tensor for tensor in operands)
     if shared is None:
         return problem, local
     mesh = input.device_mesh
@@ -235,7 +271,7 @@ def localised(
     first_token = min(first_token, total)
     counts = min(width, total - first_token)
     layout = Layout(mesh, shared, first_token, total, counts if counts < width else None, sequence_dim)
-    return {name: tensor.to_local() for name, tensor in tensors.items() if is_dtensor(tensor)}, layout
+    return {name: Local.apply(tensor) for name, tensor in tensors.items()}, layout
 
 
 def as_dtensor(loss: Tensor, layout: Layout) -> Tensor:
