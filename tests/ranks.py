@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import os
 import warnings
@@ -45,6 +46,7 @@ class Ranks(NamedTuple):
 
 
 def _run(rank: int, checks: Callable[[Ranks], None], store: Path, world: int, backend: str) -> None:
+    faulthandler.enable()  # NCCL aborts a process that waits too long: it then says in which check
     torch.set_num_threads(1)
     warnings.simplefilter("error", FutureWarning)  # of names that collectives had
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

@@ -1,9 +1,10 @@
 """A vocabulary over several ranks: losses and gradients are one process's, whatever the slices; who sends what.
 
-A check runs on every rank. `suite` is run on gloo here, and on NCCL by `make test-gpus`.
+A check runs on every rank. `GROUPS` run on gloo here, and on NCCL by `make test-gpus`.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 from unittest import mock
@@ -747,57 +748,41 @@ def check_cuda(ranks: Ranks):
 
 
 ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_labels, check_topk, check_linear]
-OTHERS = [
-    check_forms_and_options,
-    check_row_weights_gradient,
-    check_collectives,
-    check_again,
-    check_transforms,
-    check_linear_teachers,
-    check_linear_collectives,
-    check_chunks_of_unlike_slices,
-    check_topk_in_float32,
-    check_agreement,
-    check_compiled,
-    check_dtensors,
-    check_refused_placements,
-    check_data_parallel,
-]
+GROUPS = {
+    "rows": ROWS,
+    "options": [
+        check_forms_and_options,
+        check_row_weights_gradient,
+        check_collectives,
+        check_again,
+        check_linear_teachers,
+        check_linear_collectives,
+        check_chunks_of_unlike_slices,
+        check_topk_in_float32,
+        check_agreement,
+    ],
+    "traced": [check_transforms, check_compiled],
+    "dtensors": [check_dtensors, check_refused_placements, check_data_parallel],
+}
+SUITE = [*itertools.chain(*GROUPS.values())]
 
 
-def rows_suite(ranks: Ranks):
-    for each in ROWS:
+def run(checks, ranks: Ranks):
+    for each in checks:
         each(ranks)
 
 
-def suite(ranks: Ranks):
-    for each in ROWS + OTHERS:
-        each(ranks)
-
-
-def test_two_ranks(tmp_path):
-    spawn(suite, 2, tmp_path)
-
-
-def test_three_ranks(tmp_path):
-    spawn(rows_suite, 3, tmp_path)
-
-
-def two_dimensions(ranks: Ranks):
-    rows_suite(ranks)
-    check_dtensors(ranks)
-
-
-def test_four_ranks(tmp_path):
-    spawn(two_dimensions, 4, tmp_path)
+@pytest.mark.parametrize(("checks", "world"), [(SUITE, 2), (ROWS, 3), ([*ROWS, check_dtensors], 4)], ids=[2, 3, 4])
+def test_ranks(checks, world, tmp_path):
+    spawn(functools.partial(run, checks), world, tmp_path)
 
 
 @pytest.mark.gpus
-def test_two_gpus(tmp_path):
+@pytest.mark.parametrize("checks", [*GROUPS.values(), [check_cuda]], ids=[*GROUPS, "graphs"])
+def test_two_gpus(checks, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.fail("this suite needs two CUDA devices")
-    spawn(suite, 2, tmp_path, "nccl")
-    spawn(check_cuda, 2, tmp_path / "graphs", "nccl")
+    spawn(functools.partial(run, checks), 2, tmp_path, "nccl")
 
 
 def long_rows(ranks: Ranks):
