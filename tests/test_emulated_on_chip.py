@@ -184,6 +184,50 @@ def test_mean_slopes_of_close_rows(backend, generator, kind, is_on_chip):
             assert share_misrounded(mine[row], expected[row]) < 1e-3, name
 
 
+@pytest.mark.parametrize("is_on_chip", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "parameter"),
+    [
+        ("jensen_shannon", {"beta": 0.5}),
+        ("jensen_shannon", {"beta": 0.1}),
+        ("skew_kl", {"alpha": 0.1}),
+        ("skew_kl", {"alpha": 0.95}),
+        ("total_variation", {}),
+    ],
+)
+def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip):
+    """By polynomials of log-ratios, where few are beyond their radius, or by masses: each loss to 5e-6 of itself."""
+    rows = samples.batch(
+        generator,
+        9003,
+        torch.bfloat16,
+        spread=3.0,
+        **{f"apart{noise}": apart(noise) for noise in (0.003, 0.03, 0.1, 0.3, 0.6, 1.0, 2.0)},
+        **{f"sure{noise}": peaked(apart(noise), 61, 9.0) for noise in (0.03, 0.3, 1.0, 2.0)},
+        some_far=spiked(0.05, 4.0, 61),
+        many_far=spiked(0.05, 4.0, 7),
+        masked=masked(apart(0.1), both=slice(3000, 7000)),
+        lacks=masked(apart(0.1), x=slice(5000, 5010)),
+        equal=equal,
+    )
+    a = rows.x.double().requires_grad_()
+    truth = oracle.divergence(a, rows.y.double(), kind, **parameter)
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    for row, name in enumerate(rows.names):
+        ours, y = rows.x[row].clone().requires_grad_(), rows.y[row]
+        loss = kullback.divergence(ours, y, kind, reduction="sum", **parameter)
+        both = kullback.divergence(ours, y.clone().requires_grad_(), kind, reduction="sum", **parameter)
+        alone = kullback.divergence(ours.detach(), y, kind, reduction="sum", **parameter)
+        for each in (loss, both, alone):
+            assert relative_error(each, truth[row]) < 5e-6 or (name == "equal" and each == 0), name
+        for each in (loss, both):
+            (mine,) = torch.autograd.grad(each, ours)
+            if name == "equal":
+                assert mine.count_nonzero() == 0
+            else:
+                assert relative_error(mine, expected[row]) < BF16_CACHED, name
+
+
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
 @pytest.mark.parametrize(
     ("vocab", "dtype", "blocks"), [(32003, torch.bfloat16, 2), (50257, torch.float32, 8), (128256, torch.bfloat16, 8)]

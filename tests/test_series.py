@@ -5,7 +5,17 @@ import pytest
 import torch
 
 from kullback.backends.cuda.logits import is_smooth
-from kullback.backends.cuda.logits.series import RADIUS, TERMS, TOLERANCE, series
+from kullback.backends.cuda.logits.series import (
+    LEAST_SHARE,
+    NEAR_RADIUS,
+    NEAR_TOLERANCE,
+    RADIUS,
+    SLOPE_TOLERANCE,
+    TERMS,
+    TOLERANCE,
+    near,
+    series,
+)
 from kullback.divergences import DIVERGENCES
 from tests import kinds
 from tests.kinds import FACTS, SMOOTH
@@ -70,3 +80,37 @@ def test_where_a_series_does_not_reach():
     assert not is_smooth("total_variation", "logits", "logits")
     assert is_smooth("alpha", "logits", "logits")  # whatever the parameter: kernels serve all of them
     assert not is_smooth("kl", "logits", "log_probs")
+
+
+WITH_NEAR = [
+    ("jensen_shannon", 0.5, 2),
+    ("jensen_shannon", 0.01, 1),
+    ("skew_kl", 0.1, 1),
+    ("skew_kl", 0.5, 1),
+    ("total_variation", 0.0, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameter", "step"), WITH_NEAR)
+def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, step):
+    found = near(kind, parameter)
+    assert found.step == step
+    given = [] if DIVERGENCES[kind].parameter is None else [parameter]
+    corner = kind == "total_variation"
+    term = lambda p, q: abs(p - q) / 2 if corner else FACTS[kind].centred(p, q, *given)
+    for share in torch.linspace(-1, 1, 24, dtype=torch.float64).tolist():
+        r = mpmath.mpf(NEAR_RADIUS * share)
+        p, q = mpmath.exp(r / 2), mpmath.exp(-r / 2)
+        slope = mpmath.diff(lambda q, p=p: term(p, q), q)
+        ours = sum(c * (abs(r) if corner else r) ** k for k, c in enumerate(found.term, 1 if corner else 2))
+        ours_of_slope = (
+            found.slope[0] * mpmath.sign(r) / 2 if corner else sum(c * r**k for k, c in enumerate(found.slope, 1))
+        )
+        allowed = LEAST_SHARE + share**2
+        assert abs(ours - term(p, q)) <= 1.01 * NEAR_TOLERANCE * allowed * term(p, q)
+        assert abs(ours_of_slope - slope) <= 1.01 * SLOPE_TOLERANCE * allowed * abs(slope)
+
+
+def test_where_they_do_not_reach():
+    assert near("skew_kl", 0.95) is None
+    assert near("skew_kl", 1.0) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from typing import NamedTuple, TypeAlias
 
@@ -12,15 +13,26 @@ from kullback.backends.arguments import after_tensors, print_entry, struct_field
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, workspace
-from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
+from kullback.backends.cuda.logits.series import (
+    NEAR_RADIUS,
+    NEAR_SLOPE_TERMS,
+    NEAR_TERMS,
+    RADIUS,
+    TERMS,
+    Near,
+    near,
+    series,
+)
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
 from kullback.divergences import DIVERGENCES
-from kullback.problem import Problem, element_at, formula, moments_of
+from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
 
-ARGUMENTS = text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS))
+ARGUMENTS = text(HERE / "logits" / "arguments.cuh")
+for name, count in (("SERIES_TERMS", TERMS), ("NEAR_TERMS", NEAR_TERMS)):
+    ARGUMENTS = ARGUMENTS.replace(name, str(count))
 OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 D_INPUT = list(OPERANDS).index("d_input")  # and behind it d_target
@@ -48,6 +60,7 @@ class Variant(NamedTuple):
     capped: tuple[bool, bool]
     mixed: bool = False  # whether a row's loss is more than its divergence
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
+    near_step: int = 0  # of the polynomials that rows which are near are summed by; 0: there are none
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -71,6 +84,11 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
+        "HAS_CORNER": has_corner(variant.kind),
+        "NEAR_STEP": variant.near_step,
+        "NEAR_TERMS": NEAR_TERMS,
+        "NEAR_SLOPE_TERMS": NEAR_SLOPE_TERMS,
+        "NEAR_RADIUS": f"{NEAR_RADIUS}f",
         "HAS_REVERSE_KL_FACTOR": factor is not None,
         "REVERSE_KL_FACTOR": f"{factor or 0.0}f",
         "LEAST_MEAN_SLOPE": f"{least}f" if abs(least) < float("inf") else "(-REAL_INFINITY)",
@@ -177,8 +195,24 @@ def _prepared(
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
     is_mixed = problem.is_mixed and verb in ("loss", "gradient")
+    # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
+    (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
+    polynomials = near_of(problem, parameter)
     variant = Variant(
-        kind, form, target_form, *dtypes, weight, loss, verb, known, has_outputs, wants, capped, is_mixed, has_figures
+        kind,
+        form,
+        target_form,
+        *dtypes,
+        weight,
+        loss,
+        verb,
+        known,
+        has_outputs,
+        wants,
+        capped,
+        is_mixed,
+        has_figures,
+        0 if polynomials is None else polynomials.step,
     )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
@@ -189,7 +223,8 @@ def _prepared(
         label_weight=problem.weights.label,
         z_weight=problem.weights.z,
         parameters=problem.parameter,
-        **{f"series_{i}": factors for i, factors in enumerate(_packed(problem))},
+        **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
+        **_packed("near", NEAR_TERMS, polynomials),
         stages=placed.stages,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,
@@ -200,14 +235,17 @@ def _prepared(
     return _launcher(index, placed, variant), setup
 
 
-def _packed(problem: Problem) -> tuple[int, ...]:
+def near_of(problem: Problem, parameter: float) -> Near | None:
+    """Of rows whose sums follow from slopes, and not from moments."""
+    has_slopes = problem.is_normalised and not problem.has_moments and slopes_of(problem.kind) is not None
+    return near(problem.kind, parameter) if has_slopes else None
+
+
+def _packed(name: str, count: int, factors: tuple[tuple[float, ...], tuple[float, ...]] | None) -> dict[str, int]:
     """Two floats in an integer each: kernels read halves where they lie, and numbers converted would take registers."""
-    # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
-    (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
-    found = series(problem.kind, parameter) if problem.is_normalised else None
-    if found is None:
-        return (0,) * TERMS
-    return tuple(struct.unpack("<q", struct.pack("<ff", *factors))[0] for factors in zip(*found, strict=True))
+    pairs = itertools.zip_longest(*(factors or ((), ())), fillvalue=0.0)
+    found = [struct.unpack("<q", struct.pack("<ff", *pair))[0] for pair in pairs]
+    return {f"{name}_{i}": value for i, value in enumerate([*found, *[0] * (count - len(found))])}
 
 
 def layout(

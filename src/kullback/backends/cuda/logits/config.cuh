@@ -17,6 +17,11 @@
 #define IS_SMOOTH 1       /* whether the kind is a power series in the log-ratio near p = q (series.py), of so many terms, */
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
+#define HAS_CORNER 0
+#define NEAR_STEP 2       /* from one power to the next of the polynomials of a row that is near (series.py); 0: there are none */
+#define NEAR_TERMS 10
+#define NEAR_SLOPE_TERMS 8
+#define NEAR_RADIUS 2.5f
 #define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
 #define REVERSE_KL_FACTOR 0.0f
 #define LEAST_MEAN_SLOPE (-REAL_INFINITY)
@@ -37,6 +42,7 @@
 #define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
+#define HAS_NEAR (HAS_FAST && NEAR_STEP && THREADS_PER_ROW > 32)      /* whether polynomials may serve, where gradients are coarse */
 
 /* Whether gradients of a row that is close are written by its moments, in the sweep that sums its terms */
 #define SUMS_WHILE_WRITING \
@@ -66,6 +72,8 @@
 #undef HAS_Q_LOG_RATIO
 #define HAS_Q_LOG_RATIO 1
 #endif
+/* Where nothing of the kind foresees it, whether a sample of the row does */
+#define SAMPLES_SPREAD (HAS_NEAR && !FORESEES_CLOSE)
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 
 /* A sum above this was no number */

@@ -11,7 +11,7 @@ struct Place {
     int in_row, on_chip;
 };
 
-/* Calls f(x, y, index in the row, row()) for the elements of vectors that have a bit in `marks`: the vector `place(steps from
+/* Calls f(x, y, index in the row, index in the stages on chip, row()) for the elements of vectors that have a bit in `marks`: the vector `place(steps from
    the end)` has the lowest bit where that is 1. Each lane takes an element, of as many vectors at once as there are lanes for. */
 template <bool FROM_CHIP, typename P, typename F, typename R>
 INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
@@ -33,10 +33,10 @@ INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
         if (others) {
 #if RESIDENT
             if (FROM_CHIP)
-                f(to_real(((const X *)shared())[k]), to_real(((const Y *)(shared() + Y_OFFSET))[k]), i, found);
+                f(to_real(((const X *)shared())[k]), to_real(((const Y *)(shared() + Y_OFFSET))[k]), i, k, found);
             else
 #endif
-                f(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found);
+                f(to_real(slice.x()[i]), to_real(slice.y()[i]), i, k, found);
         }
         if (__popc(owners & ((1u << lane) - 1)) < WARP / WIDTH)
             marks &= marks - 1;
@@ -45,8 +45,8 @@ INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
 }
 
 /* Calls now(x vector, y vector, bytes of x before it, the address of its x on chip) for this thread's vectors, and
-   later(x, y, index, row()) for the elements of those where it was false, and for those of no vector: many vectors later, by any
-   lane. LAST: the row is not read again. FROM_CHIP: what is on chip is still the row. */
+   later(x, y, index, index on chip, row()) for the elements of those where it was false, and for those of no vector, which are
+   not on chip: many vectors later, by any lane. LAST: the row is not read again. FROM_CHIP: what is on chip is still the row. */
 template <bool LAST, bool FROM_CHIP, typename F, typename G, typename R>
 INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, G later, R row)
 {
@@ -85,7 +85,7 @@ INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGrou
 #endif
     if (slice.body < (int)slice.a.vocab) {
         const Row found = row();
-        each_edge(slice, group, [&](int i) { later(to_real(slice.x()[i]), to_real(slice.y()[i]), i, found); });
+        each_edge(slice, group, [&](int i) { later(to_real(slice.x()[i]), to_real(slice.y()[i]), i, 0, found); });
     }
 }
 

@@ -10,12 +10,17 @@ namespace kullback {
 #define MAX_LOG2_RATIO 10.0f
 #define MAX_VARIANCE 16.0f
 
+/* What the cached slopes of a row are to be multiplied by, and what is to be added */
+struct SlopeScale {
+    float factor, offset;
+};
+
 #if CACHES_SLOPES
 static_assert((int)X_BYTES == (int)Y_BYTES);
 
-/* Of each element its mass, rounded as x is, in x's place, and in y's its slope, less what is predicted for it. Where it is
-   rounded to a half, that makes gradients fine, which are small differences from the row's mean slope. A slope of no mass
-   may be longer than halves are: it stays finite, for the product to be 0. */
+/* Of each element its mass, rounded as x is, in x's place, and in y's its slope. Of a row that is far what is predicted for it
+   is taken off: where it is rounded to a half, that makes gradients fine, which are small differences from the row's mean
+   slope. A slope of no mass may be longer than halves are: it stays finite, for the product to be 0. */
 INLINE void cache_slopes(int address, const float *masses, const float *slopes)
 {
     Packed<X> mass;
@@ -29,6 +34,17 @@ INLINE void cache_slopes(int address, const float *masses, const float *slopes)
                              : __float_as_uint(slopes[i]);
     st_shared_v4(address, *(const uint4 *)&mass);
     st_shared_v4(y_address(address), *(const uint4 *)slope);
+}
+
+/* The same of one element */
+INLINE void cache_slope(int on_chip, float mass, float slope)
+{
+    ((X *)shared())[on_chip] = rounded<X>(mass);
+    unsigned char *place = shared() + Y_OFFSET + on_chip * sizeof(Y);
+    if (IS_16_BIT)
+        *(unsigned short *)place = (unsigned short)cvt_rn_satfinite_f16x2(0, slope);
+    else
+        *(float *)place = slope;
 }
 
 INLINE float cached_slope(const Packed<Y> &y, int k)
@@ -101,8 +117,7 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
 /* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. REFINES: the sum of
    terms is found apart, with the stable formula for heavy tokens. */
 template <bool FINITE, bool REFINES>
-INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted,
-                          float heavy_exponent = HEAVY_EXPONENT)
+INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted)
 {
     const Arguments &a = slice.a;
     SlopeSums by_slope;
@@ -111,8 +126,8 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
        not, and not in sums: exchanging p and q is to exchange them, to the bit. */
     const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameters).coupling;
     TermSums terms;
-    const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, heavy_exponent) : 0;
-    const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, heavy_exponent) : 0;
+    const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
+    const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     /* What masses are off by, all of a side alike, enters a kind's sum by its partial derivative. */
     const float p_excess = REFINES ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) - 1 : 0;
     const float q_excess = REFINES ? mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) - 1 : 0;
@@ -153,7 +168,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         return is_light;
     };
     if (REFINES) {
-        each_deferring<false, !CACHES_SLOPES>(slice, pipeline, group, take, [&](float x, float y, int i, const Row &heavy_row) {
+        each_deferring<false, !CACHES_SLOPES>(slice, pipeline, group, take, [&](float x, float y, int i, int, const Row &heavy_row) {
             const float q = input_of(a, x), p = target_of(a, y);
             const Element e = stable_element(q, p, heavy_row, a.parameters);
             terms.heavy += IS_SMOOTH ? e.term : e.term - p_excess * e.d_log_p - q_excess * e.d_log_q;

@@ -62,7 +62,7 @@ struct GradientVectors {
 /* Returns this thread's part of the sum of terms, of modes whose gradients are found with them. */
 template <int MODE>
 INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
-                                const Sums &sums, float predicted, GradOut grad_out)
+                                const Sums &sums, SlopeScale cached, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<MODE>(a, stats, sums);
@@ -84,12 +84,10 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         Packed<DY> target;
 #if CACHES_SLOPES
         if (MODE == FAST) {
-            const Coefficients common = fast_coefficients(row, opaque(a.parameters));
-            const float of_slope = grad_out.input * common.factor_q;
-            const float less = grad_out.input * (common.factor_q * predicted + common.offset_q - row.input_grad_sum);
+            const float factor = grad_out.input * cached.factor, offset = grad_out.input * (cached.offset - row.input_grad_sum);
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
-                input.element[k] = rounded<DX>(mul_ftz(at(x, k), fmaf(cached_slope(y, k), of_slope, less)));
+                input.element[k] = rounded<DX>(mul_ftz(at(x, k), fmaf(cached_slope(y, k), factor, offset)));
         } else
 #endif
             each_of<MODE>([&](int k) {
@@ -135,7 +133,7 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         if (is_light && WRITES)
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float x, float y, int i, const Row &heavy_row) {
+    }, [&](float x, float y, int i, int, const Row &heavy_row) {
         DX input;
         DY target;
         term.heavy += differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);

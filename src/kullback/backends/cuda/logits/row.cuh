@@ -5,6 +5,7 @@
    in the safe mode. Gradients are written in the mode of the sums. */
 #pragma once
 
+#include "cuda/logits/near.cuh"
 #include "cuda/logits/series.cuh"
 
 namespace kullback {
@@ -21,7 +22,7 @@ struct Found {
     Sums sums;
     int mode = SAFE;
     bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet */
-    float predicted = 0; /* slope, less which slopes are cached */
+    SlopeScale cached = { 1, 0 };
 };
 
 INLINE bool is_finite(const Sums &sums)
@@ -58,7 +59,7 @@ INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, c
     if (series.serves(slice, pipeline, group))
         return write_gradients_by_series(slice, pipeline, group, series, stats, sums, grad_out);
 #endif
-    return write_gradients<STABLE>(slice, pipeline, group, stats, sums, 0, grad_out);
+    return write_gradients<STABLE>(slice, pipeline, group, stats, sums, {}, grad_out);
 }
 
 #if HAS_NORMALISERS
@@ -177,6 +178,9 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
 
 #if SUMS_FROM_MOMENTS
+/* A row's sum is what is left of a moment and the difference of log-sum-exps, log2: of these 1.5e-7 is rounded. */
+#define LEAST_OF_SHIFT 0.1f
+
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
@@ -190,7 +194,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
                                        HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
                                        HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
-    if (is_well_conditioned(found.sums))
+    const float least = HAS_LOG_RATIOS && has_one_temperature(a) ? fmaxf(MIN_FAST_SUM, LEAST_OF_SHIFT * fabsf(shift)) : MIN_FAST_SUM;
+    if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_SERIES
     else if (SUMS_WHILE_WRITING && has_one_temperature(a) && foresees(slice, pipeline, group, stats, found.sums))
@@ -213,39 +218,90 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
 }
 #elif HAS_FAST_SUM
+/* By its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π deviations, and the total variation
+   be 0.4 of one. */
+INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
+{
+#if SAMPLES_SPREAD
+    const int sampled = min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
+    return warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * (float)sampled);
+#endif
+    return false;
+}
+
+/* Of slopes that are cached by the fast formula */
+INLINE SlopeScale fast_scale(const Arguments &a, const RowStats &stats, float predicted)
+{
+    const Coefficients common = fast_coefficients(row_constants<FAST>(a, opaque(stats), {}), a.parameters);
+    return { common.factor_q, fmaf(common.factor_q, predicted, common.offset_q) };
+}
+
+/* Whether the row's sums are found as of one that is far; else it is as it was. */
+INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted)
+{
+    found.cached = fast_scale(slice.a, found.stats, predicted);
+    found.sums = has_finite_exponents(found.stats)
+        ? sum_by_slopes<true, false>(slice, pipeline, group, found.stats, predicted)
+        : sum_by_slopes<false, false>(slice, pipeline, group, found.stats, predicted);
+    if (is_well_conditioned(found.sums)) {
+        found.mode = FAST;
+        return true;
+    }
+    reload_row(slice, pipeline, group);
+    return false;
+}
+
+/* The same of one that is not. seems_close: whether its sum is foreseen to be less than masses and slopes show */
+INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool seems_close)
+{
+    const bool is_caching = CACHES_SLOPES;
+    found.cached = fast_scale(slice.a, found.stats, predicted);
+#if HAS_NEAR
+    if (few_are_far(slice, pipeline, group, found.stats)) {
+        const float mean = found.cached.offset;
+        predicted = FORESEES_CLOSE && is_caching && fabsf(mean) > 1e-5f ? mean : 0; /* of equal sides a rounding */
+        found.cached = slope_scale(slice.a, predicted);
+        found.sums = sum_near(slice, pipeline, group, found.stats, predicted);
+        const bool is_served = is_well_conditioned(found.sums, LEAST_CACHED_SUM) || warp_all(found.sums.term == 0);
+        /* Where slopes are not cached, the fast formula finds gradients, and is too coarse if the row is close. */
+        if (is_served)
+            found.mode = is_caching || is_well_conditioned(found.sums, MIN_NEAR_SUM) ? FAST : STABLE;
+        else
+            reload_row(slice, pipeline, group);
+        return is_served;
+    }
+#endif
+    const bool was_close = found.sums.term != 0 && !is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM);
+    if (seems_close || was_close || (FORESEES_CLOSE && !has_finite_exponents(found.stats)))
+        return false;
+    found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, predicted);
+    const bool is_served = is_well_conditioned(found.sums, MIN_NEAR_SUM);
+    if (is_served)
+        found.mode = FAST;
+    else
+        reload_row(slice, pipeline, group);
+    return is_served;
+}
+
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     const Arguments &a = slice.a;
+    if (!has_one_temperature(a))
+        return;
     /* To leading order the kind is 2·c₂ of the KL(q‖p) that the mean is; its factor says how much more it may be. */
     const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
     const bool is_foreseen = FORESEES_CLOSE && term_factor(a, 2) != 0;
-    const float most = -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean;
-    /* Of a row that is near the sum is nearly that much less. */
-    if (!has_one_temperature(a) || (is_foreseen && most < (REFINES_HEAVY ? REVERSE_KL_FACTOR * MIN_NEAR_SUM : MIN_FAST_SUM)))
+    const float most = is_foreseen ? -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean : REAL_INFINITY;
+    const float predicted = CACHES_SLOPES && FORESEES_CLOSE ? predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {})) : 0;
+    if (!REFINES_HEAVY) {
+        if (most >= MIN_FAST_SUM)
+            sum_far(slice, pipeline, group, found, predicted);
         return;
-    if (CACHES_SLOPES && FORESEES_CLOSE)
-        found.predicted = predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {}));
-    bool refines = REFINES_HEAVY && is_foreseen && most < REVERSE_KL_FACTOR * MIN_FAST_SUM && has_finite_exponents(found.stats);
-    if (!refines) {
-        found.sums = has_finite_exponents(found.stats)
-            ? sum_by_slopes<true, false>(slice, pipeline, group, found.stats, found.predicted)
-            : sum_by_slopes<false, false>(slice, pipeline, group, found.stats, found.predicted);
-        if (is_well_conditioned(found.sums)) {
-            found.mode = FAST;
+    }
+    if (SAMPLES_SPREAD ? !seems_near(slice, group, found.stats) : most >= MIN_FAST_SUM)
+        if (sum_far(slice, pipeline, group, found, predicted) || !warp_all(is_finite(found.sums)))
             return;
-        }
-        reload_row(slice, pipeline, group);
-        refines = REFINES_HEAVY && is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM)
-            && (!FORESEES_CLOSE || has_finite_exponents(found.stats));
-    }
-    if (refines) {
-        const float exponent = is_foreseen && most < REVERSE_KL_FACTOR * MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
-        found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, found.predicted, exponent);
-        if (is_well_conditioned(found.sums, MIN_NEAR_SUM))
-            found.mode = FAST;
-        else
-            reload_row(slice, pipeline, group);
-    }
+    sum_close(slice, pipeline, group, found, predicted, most < REVERSE_KL_FACTOR * MIN_NEAR_SUM);
 }
 #else
 INLINE void sum_fast(const Slice &, Pipeline &, RowGroup &, Found &) {}
@@ -473,11 +529,11 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
         mix(slice, pipeline, group, found.stats, found.sums, (float)done.derivative);
 #endif
         if (found.mode == FAST)
-            write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.predicted, grad_out);
+            write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
         else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
             write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         else
-            write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, 0, grad_out);
+            write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, {}, grad_out);
 #if IS_MIXED
         write_label(slice, group, found.mode != SAFE);
 #endif

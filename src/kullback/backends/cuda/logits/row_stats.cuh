@@ -9,6 +9,8 @@ namespace kullback {
    much. */
 #define MIN_SUM_EXP 1e-20f
 #define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
+/* Of a pair of logits' differences */
+#define MAX_SPREAD 10.0f
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 
@@ -19,6 +21,9 @@ struct RowStats {
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents */
+#endif
+#if SAMPLES_SPREAD
+    float spread = 0;      /* of a sample of neighbours Σ |log-ratio - the other's|, as far as it says something */
 #endif
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
@@ -79,8 +84,8 @@ struct RowStats {
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { EXPONENTS = WANT_FIGURES && MOMENTS < 2 }; /* four numbers go at once */
-    float values[2 + MOMENTS + EXPONENTS] = { stats.x_sum_exp, stats.y_sum_exp };
+    enum { EXPONENTS = WANT_FIGURES && MOMENTS + SAMPLES_SPREAD < 2 }; /* four numbers go at once */
+    float values[2 + MOMENTS + EXPONENTS + SAMPLES_SPREAD] = { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
@@ -88,7 +93,13 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
     if (EXPONENTS)
         values[1 + MOMENTS + EXPONENTS] = stats.exponents;
 #endif
+#if SAMPLES_SPREAD
+    values[2 + MOMENTS + EXPONENTS] = stats.spread;
+#endif
     row_all_reduce<float>(a, pipeline, group, values, Add());
+#if SAMPLES_SPREAD
+    stats.spread = values[2 + MOMENTS + EXPONENTS];
+#endif
     stats.x_sum_exp = values[0];
     stats.y_sum_exp = values[1];
 #pragma unroll
@@ -131,6 +142,14 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
         stats.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
+#if SAMPLES_SPREAD
+    float before = 0;
+    each_first(slice, pipeline, group, [&](float x, float y, int k) {
+        const float apart = target_of(a, y) - input_of(a, x);
+        stats.spread += k % 2 ? fminf(fabsf(apart - before), MAX_SPREAD) : 0;
+        before = apart;
+    });
+#endif
     stats = all_reduced(a, pipeline, group, stats);
 #if WANT_FIGURES
     if (warp_all(stats.exponents != stats.exponents)) {

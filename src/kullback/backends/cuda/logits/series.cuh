@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/logits/gradients.cuh"
+#include "cuda/logits/log_ratio.cuh"
 
 namespace kullback {
 
@@ -11,42 +12,14 @@ namespace kullback {
 #define RADIUS_WHILE_WRITING 0.375f
 #define TERMS_WHILE_WRITING 5
 
-/* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q), which is the same
-   when p and q are exchanged. Where temperatures differ, the series does not reach the parameters, or the sums are of a tilted
-   distribution, log_z_diff is infinite and no element is near. */
-struct Series {
-    float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
-    float rest;       /* what less was rounded by, as a factor of them all */
-    float x_max, y_max, inv_temperature, log_z_diff, log_z_diff_low;
-
+/* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q). Where temperatures
+   differ, the series does not reach the parameters, or the sums are of a tilted distribution, no element is near. */
+struct Series : LogRatio {
     INLINE Series(const Arguments &a, const RowStats &stats)
+        : LogRatio(a, stats)
     {
-        const float scale = base_2(a.input_inv_temperature);
-        const double found = log_z_diff_of(a, stats);
-        double exponent = 0.5 * ((double)mul_rn(stats.x_max, scale) + (double)mul_rn(stats.y_max, scale))
-            + 0.5 * (double)(log2f(stats.x_sum_exp) + log2f(stats.y_sum_exp));
-        if (!IS_16_BIT)
-            exponent -= 0.5 * (double)scale * ((double)stats.x_max + (double)stats.y_max);
-        half = 0.5f * scale;
-        less = (float)exponent;
-        rest = ex2((float)((double)less - exponent));
-        x_max = stats.x_max;
-        y_max = stats.y_max;
-        inv_temperature = a.input_inv_temperature;
-        const bool applies = has_one_temperature(a) && term_factor(a, 2) != 0 && stats.tilted_lse == 0;
-        log_z_diff = applies ? (float)found : REAL_INFINITY;
-        log_z_diff_low = (float)(found - (double)log_z_diff);
-    }
-
-    INLINE float ratio(float x, float y) const
-    {
-        if (IS_16_BIT)
-            return fmaf(y - x, inv_temperature, -log_z_diff) - log_z_diff_low;
-        return safe_logit_difference(y, inv_temperature, x, inv_temperature, log_z_diff, log_z_diff_low);
-    }
-    INLINE float root(float x, float y) const
-    {
-        return ex2(fmaf(IS_16_BIT ? x + y : (x - x_max) + (y - y_max), half, -less));
+        if (!(has_one_temperature(a) && term_factor(a, 2) != 0 && stats.tilted_lse == 0))
+            log_z_diff = REAL_INFINITY;
     }
     static INLINE bool is_near(float ratio) { return fabsf(ratio) < (SUMS_WHILE_WRITING ? RADIUS_WHILE_WRITING : SERIES_RADIUS); }
 
@@ -55,7 +28,7 @@ struct Series {
     {
         float others = 0;
         each_first(slice, pipeline, group, [&](float x, float y, int) {
-            others += is_near(ratio(input_of(slice.a, x), target_of(slice.a, y))) ? 0 : 1;
+            others += is_near(of(input_of(slice.a, x), target_of(slice.a, y))) ? 0 : 1;
         });
         return others;
     }
@@ -113,14 +86,14 @@ INLINE Sums thread_sums_by_series(const Slice &slice, Pipeline &pipeline, const 
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.ratio(q, p);
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.of(q, p);
             powers.add(series.root(q, p), series.is_near(r) ? r : 0);
             all &= series.is_near(r);
         }
         return all;
-    }, [&](float x, float y, int i, const Row &row) {
+    }, [&](float x, float y, int i, int, const Row &row) {
         const float q = input_of(a, x), p = target_of(a, y);
-        const bool is_added = series.is_near(series.ratio(q, p)) && i >= slice.head && i < slice.head + slice.body;
+        const bool is_added = series.is_near(series.of(q, p)) && i >= slice.head && i < slice.head + slice.body;
         if (!is_added)
             add<STABLE>(sums, stable_element(q, p, row, a.parameters));
     }, [&] { return row_constants<STABLE>(a, opaque(stats), {}); });
@@ -167,7 +140,7 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.ratio(q, p), root = series.root(q, p);
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.of(q, p), root = series.root(q, p);
             const float of_q = root * polynomial(input_factor, r), of_p = root * polynomial(target_factor, r);
             part = fmaf(root * (r * r), polynomial(term_factors, r), part);
             input.element[k] = rounded<DX>(INPUT_IS_CAPPED ? of_q * softcap_grad(q, a.input_softcap) : of_q);
@@ -179,7 +152,7 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
             term.light += part;
         }
         return all;
-    }, [&](float x, float y, int i, const Row &row) {
+    }, [&](float x, float y, int i, int, const Row &row) {
         DX input;
         DY target;
         term.heavy += differentiate<STABLE>(a, x, y, row, grad_out, input, target);

@@ -1,0 +1,147 @@
+/* Rows that are near or close, of kinds that have slopes and no moments. An element's term and slope are polynomials of its
+   log-ratio (series.py), which lose nothing however small they are. The few elements beyond their radius take the fast formula. */
+#pragma once
+
+#include "cuda/logits/fast.cuh"
+#include "cuda/logits/log_ratio.cuh"
+
+namespace kullback {
+
+#if HAS_NEAR
+/* A row whose sum is less has slopes that are too short for halves. */
+#define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
+
+/* An element's term over √(p·q); with a corner negative where q is more than p */
+INLINE float term_over_root(const Arguments &a, float r)
+{
+    const float step = NEAR_STEP == 2 ? r * r : r;
+    float sum = near_factor(a, NEAR_TERMS - NEAR_STEP);
+#pragma unroll
+    for (int k = NEAR_TERMS - 2 * NEAR_STEP; k >= 0; k -= NEAR_STEP)
+        sum = fmaf(sum, step, near_factor(a, k));
+    return sum * (HAS_CORNER ? r : r * r);
+}
+
+/* d_log_q / q, less what is predicted; with a corner as a step, of which `slope_scale` makes it */
+INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
+{
+    if (HAS_CORNER)
+        return fast_step(r);
+    float sum = near_slope_factor(a, NEAR_SLOPE_TERMS - 1);
+    if (NEAR_STEP == 1) {
+#pragma unroll
+        for (int k = NEAR_SLOPE_TERMS - 2; k >= 0; k--)
+            sum = fmaf(sum, r, near_slope_factor(a, k));
+        return fmaf(sum, r, -predicted);
+    }
+    /* of even powers, and the first */
+#pragma unroll
+    for (int k = NEAR_SLOPE_TERMS - 3; k >= 1; k -= 2)
+        sum = fmaf(sum, r * r, near_slope_factor(a, k));
+    return fmaf(fmaf(sum, r, near_slope_factor(a, 0)), r, -predicted);
+}
+INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
+{
+    const float factor = HAS_CORNER ? near_slope_factor(a, 0) : 1;
+    return { factor, HAS_CORNER ? -0.5f * factor : predicted };
+}
+
+/* Whether so few tokens are far that they may be taken one by one, by the first of each thread's */
+INLINE bool few_are_far(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    const LogRatio log_ratio(a, opaque(stats));
+    float far = 0;
+    each_first(slice, pipeline, group, [&](float x, float y, int) {
+        far += fabsf(log_ratio.of(input_of(a, x), target_of(a, y))) < NEAR_RADIUS ? 0 : 1;
+    });
+    const int sampled = min(slice.body, (int)group.cluster * THREADS_PER_ROW * WIDTH);
+    return warp_all(all_reduced(a, pipeline, group, SlopeSums { far }).p <= (float)sampled / 160);
+}
+
+/* A thread's part of a row that is near */
+struct NearSums {
+    float slope;        /* Σ q · what is cached */
+    float near;         /* Σ term, but for the factor that roots lack; */
+    float signed_near;  /* with a corner also of terms that have the sign of p - q */
+    float far, excess;  /* of elements that are far: Σ term, Σ q - p */
+};
+
+/* The row's sums; slopes are cached, if they are to be, less what is predicted. */
+INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted)
+{
+    const Arguments &a = slice.a;
+    const LogRatio log_ratio(a, opaque(stats));
+    const Row row = row_constants<FAST>(a, stats, {});
+    const SlopeScale scale = slope_scale(a, predicted);
+    NearSums sums = {};
+    const auto mass_of = [&](float x) {
+        return fast_logit_mass(x, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+    };
+    const auto add = [&](NearSums &sums, float x, float y, float r, float &mass, float &cached) {
+        const float root = log_ratio.root(x, y);
+        mass = mass_of(x);
+        cached = cached_slope_of(a, r, predicted);
+        sums.slope = fmaf(mass, cached, sums.slope);
+        if (HAS_CORNER) {
+            const float term = root * term_over_root(a, r);
+            sums.near += fabsf(term);
+            sums.signed_near += term;
+        } else {
+            sums.near = fmaf(root, term_over_root(a, r), sums.near);
+        }
+    };
+    const auto add_far = [&](NearSums &sums, float x, float y, const Row &row, float &mass, float &cached) {
+        const Element e = stable_element(x, y, row, a.parameters);
+        const float own = stable_logit_mass(x, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+        mass = mass_of(x);
+        cached = own > SMALLEST_NORMAL ? (e.d_log_q / own - scale.offset) / scale.factor : 0;
+        sums.slope = fmaf(mass, cached, sums.slope);
+        sums.far += e.term;
+        sums.excess += e.q_minus_p;
+    };
+    each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
+        float masses[WIDTH], cached[WIDTH], longest = 0;
+        NearSums more = sums;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float own = input_of(a, at(x, k)), other = target_of(a, at(y, k)), r = log_ratio.of(own, other);
+            longest = max_nan(longest, fabsf(r));
+            add(more, own, other, r, masses[k], cached[k]);
+            masses[k] *= INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1;
+        }
+        const bool are_near = longest < NEAR_RADIUS;
+        if (are_near)
+            sums = more;
+#if CACHES_SLOPES
+        if (are_near)
+            cache_slopes(address, masses, cached);
+#endif
+        return are_near;
+    }, [&](float x, float y, int i, int on_chip, const Row &stable_row) {
+        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
+        float mass, cached;
+        if (fabsf(r) < NEAR_RADIUS)
+            add(sums, own, other, r, mass, cached);
+        else
+            add_far(sums, own, other, stable_row, mass, cached);
+#if CACHES_SLOPES
+        if (i >= slice.head && i < slice.head + slice.body)
+            cache_slope(on_chip, INPUT_IS_CAPPED ? mass * softcap_grad(own, a.input_softcap) : mass, cached);
+#endif
+    }, [&] { return row_constants<STABLE>(a, opaque(stats), {}); });
+    const RowStats again = opaque(stats);
+    const float mean = in_range_ratio_or_zero(sums.slope, mass_sum(again.x_max, again.x_sum_exp, a.input_inv_temperature));
+    const float excess = HAS_CORNER ? fmaf(2 * log_ratio.rest / scale.factor, sums.signed_near, sums.excess) : 0;
+    float values[] = { mean, fmaf(log_ratio.rest, sums.near, sums.far), excess };
+    row_all_reduce<float>(a, pipeline, group, values, Add());
+    Sums whole;
+    whole.d_log_q = values[1] == 0 ? 0 : fmaf(scale.factor, values[0], scale.offset);
+    whole.q_minus_p = values[2];
+    whole.term = values[1] + (HAS_CORNER ? 0.5f * values[2] * (values[1] - 2 * whole.d_log_q) : 0);
+    whole.d_log_p = whole.term - whole.d_log_q; /* Euler's */
+    return whole;
+}
+#endif
+
+}
