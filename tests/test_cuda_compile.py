@@ -155,6 +155,7 @@ class Case(NamedTuple):
         chip_bytes = shared if mode.fits else 0
         shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes).shape
         assert shape.resident == mode.fits
+        polynomials = logits.near_of(problem, problem.parameter, mode.verb)
         variant = logits.Variant(
             *self[1:4],
             *(x, y, *(mode.gradients or (x, y)), torch.float64, torch.float32),
@@ -164,6 +165,7 @@ class Case(NamedTuple):
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             mixed=mode.mixed,
+            near_step=0 if polynomials is None else polynomials.step,
         )
         return logits.source(variant, shape)
 

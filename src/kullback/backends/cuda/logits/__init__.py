@@ -197,7 +197,7 @@ def _prepared(
     is_mixed = problem.is_mixed and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
-    polynomials = near_of(problem, parameter)
+    polynomials = near_of(problem, parameter, verb)
     variant = Variant(
         kind,
         form,
@@ -235,10 +235,10 @@ def _prepared(
     return _launcher(index, placed, variant), setup
 
 
-def near_of(problem: Problem, parameter: float) -> Near | None:
-    """Of rows whose sums follow from slopes, and not from moments."""
+def near_of(problem: Problem, parameter: float, verb: Verb = "loss") -> Near | None:
+    """Of losses of rows whose sums follow from slopes, and not from moments."""
     has_slopes = problem.is_normalised and not problem.has_moments and slopes_of(problem.kind) is not None
-    return near(problem.kind, parameter) if has_slopes else None
+    return near(problem.kind, parameter) if has_slopes and verb == "loss" else None
 
 
 def _packed(name: str, count: int, factors: tuple[tuple[float, ...], tuple[float, ...]] | None) -> dict[str, int]:

@@ -28,16 +28,9 @@ INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
     if (HAS_CORNER)
         return fast_step(r);
     float sum = near_slope_factor(a, NEAR_SLOPE_TERMS - 1);
-    if (NEAR_STEP == 1) {
 #pragma unroll
-        for (int k = NEAR_SLOPE_TERMS - 2; k >= 0; k--)
-            sum = fmaf(sum, r, near_slope_factor(a, k));
-        return fmaf(sum, r, -predicted);
-    }
-    /* of even powers, and the first */
-#pragma unroll
-    for (int k = NEAR_SLOPE_TERMS - 3; k >= 1; k -= 2)
-        sum = fmaf(sum, r * r, near_slope_factor(a, k));
+    for (int k = NEAR_SLOPE_TERMS - 1 - NEAR_STEP; k >= 1; k -= NEAR_STEP) /* of a step of 2 even powers, and the first */
+        sum = fmaf(sum, NEAR_STEP == 2 ? r * r : r, near_slope_factor(a, k));
     return fmaf(fmaf(sum, r, near_slope_factor(a, 0)), r, -predicted);
 }
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)

@@ -239,12 +239,12 @@ INLINE SlopeScale fast_scale(const Arguments &a, const RowStats &stats, float pr
 /* Whether the row's sums are found as of one that is far; else it is as it was. */
 INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted)
 {
-    found.cached = fast_scale(slice.a, found.stats, predicted);
     found.sums = has_finite_exponents(found.stats)
         ? sum_by_slopes<true, false>(slice, pipeline, group, found.stats, predicted)
         : sum_by_slopes<false, false>(slice, pipeline, group, found.stats, predicted);
     if (is_well_conditioned(found.sums)) {
         found.mode = FAST;
+        found.cached = fast_scale(slice.a, found.stats, predicted);
         return true;
     }
     reload_row(slice, pipeline, group);
@@ -255,13 +255,12 @@ INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fou
 INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool seems_close)
 {
     const bool is_caching = CACHES_SLOPES;
-    found.cached = fast_scale(slice.a, found.stats, predicted);
 #if HAS_NEAR
     if (few_are_far(slice, pipeline, group, found.stats)) {
-        const float mean = found.cached.offset;
+        const float mean = fast_scale(slice.a, found.stats, predicted).offset;
         predicted = FORESEES_CLOSE && is_caching && fabsf(mean) > 1e-5f ? mean : 0; /* of equal sides a rounding */
-        found.cached = slope_scale(slice.a, predicted);
         found.sums = sum_near(slice, pipeline, group, found.stats, predicted);
+        found.cached = slope_scale(slice.a, predicted);
         const bool is_served = is_well_conditioned(found.sums, LEAST_CACHED_SUM) || warp_all(found.sums.term == 0);
         /* Where slopes are not cached, the fast formula finds gradients, and is too coarse if the row is close. */
         if (is_served)
@@ -275,6 +274,7 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
     if (seems_close || was_close || (FORESEES_CLOSE && !has_finite_exponents(found.stats)))
         return false;
     found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, predicted);
+    found.cached = fast_scale(slice.a, found.stats, predicted);
     const bool is_served = is_well_conditioned(found.sums, MIN_NEAR_SUM);
     if (is_served)
         found.mode = FAST;
