@@ -57,6 +57,19 @@ def rivals_of_cross_entropy():
         yield "liger", lambda x, labels: liger_cross_entropy(x * 1, labels)  # it writes over what it is given
 
 
+def rivals_of_linear_cross_entropy():
+    """From hidden states and a head."""
+    yield "eager", lambda hidden, head, labels: F.cross_entropy((hidden @ head.T).float(), labels)
+    if importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        yield "liger", liger_fused_linear_cross_entropy
+    if importlib.util.find_spec("cut_cross_entropy") is not None:
+        from cut_cross_entropy import linear_cross_entropy
+
+        yield "cut-cross-entropy", linear_cross_entropy
+
+
 def times(calls, device, repeats):
     """Median seconds of each call, with a student's gradient; on a CPU in turn, so that slow times fall on all."""
     if device == "cuda":
@@ -207,8 +220,21 @@ def linear(device):
         ),
         "labels alone": lambda: kullback.linear_divergence(hidden, head, None, labels=labels),
     }
+    for name, loss in rivals_of_linear_cross_entropy():
+        calls[f"labels alone: {name}"] = lambda loss=loss: loss(hidden, head, labels)
     calls = {name: differentiated(call, hidden, head) for name, call in calls.items()}
-    yield {"rows": rows, "hidden": width, "vocab": vocab}, times(calls, device, 10 if device == "cuda" else 7)
+    with torch.no_grad():
+        truth = torch.cat(
+            [
+                F.cross_entropy(part.double() @ head.double().T, ids, reduction="none")
+                for part, ids in zip(hidden.split(512), labels.split(512), strict=True)
+            ]
+        )
+    error = {n: abs(c().item() / truth.mean().item() - 1) for n, c in calls.items() if n.startswith("labels alone")}
+    yield (
+        {"rows": rows, "hidden": width, "vocab": vocab, "error": error},
+        times(calls, device, 10 if device == "cuda" else 7),
+    )
 
 
 PARTS = (dense, alone, figures, linear)
