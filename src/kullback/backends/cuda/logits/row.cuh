@@ -298,10 +298,16 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
             sum_far(slice, pipeline, group, found, predicted);
         return;
     }
-    if (SAMPLES_SPREAD ? !seems_near(slice, group, found.stats) : most >= MIN_FAST_SUM)
-        if (sum_far(slice, pipeline, group, found, predicted) || !warp_all(is_finite(found.sums)))
-            return;
-    sum_close(slice, pipeline, group, found, predicted, most < REVERSE_KL_FACTOR * MIN_NEAR_SUM);
+    const bool is_far_first = SAMPLES_SPREAD ? !seems_near(slice, group, found.stats) : most >= 1.5f * MIN_FAST_SUM;
+    if (is_far_first && (sum_far(slice, pipeline, group, found, predicted) || !warp_all(is_finite(found.sums))))
+        return;
+    const bool is_served = sum_close(slice, pipeline, group, found, predicted, most < REVERSE_KL_FACTOR * MIN_NEAR_SUM);
+    /* The sum decides, and not what is foreseen of it: exchanging p and q changes nothing of a symmetric kind's. */
+    if (FORESEES_CLOSE && is_served && !is_far_first && is_well_conditioned(found.sums)) {
+        found.mode = SAFE;
+        reload_row(slice, pipeline, group);
+        sum_far(slice, pipeline, group, found, predicted);
+    }
 }
 #else
 INLINE void sum_fast(const Slice &, Pipeline &, RowGroup &, Found &) {}
