@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import statistics
@@ -158,6 +159,8 @@ def contestants(kind: str):
     yield "torch.compile, gathered", lambda x, y: compiled(GatherVocabulary.apply(x), GatherVocabulary.apply(y)), True
     if kind == "kl":
         yield "by hand", HandWritten.apply, True
+        if importlib.util.find_spec("fast_llm") is not None:
+            yield "fast-llm", lambda x, y: bench.FastLLM.apply("forward_kl", x, y, dist.group.WORLD), True
 
 
 def dense(kind: str, rows: int, vocab: int, device: torch.device, clock: Clock) -> dict:

@@ -101,7 +101,7 @@ class FastLLM(torch.autograd.Function):
     """Fast-LLM's kernel, which returns the loss and writes the gradient at once, as its own wrapper has it."""
 
     @staticmethod
-    def forward(ctx: Any, kind: str, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, kind: str, x: Tensor, y: Tensor, group: Any = None) -> Tensor:
         from fast_llm.functional.config import EntropyLossType, TargetFormat  # type: ignore[import-not-found]
         from fast_llm.functional.triton.entropy_loss import (  # type: ignore[import-not-found]
             triton_entropy_loss_forward_backward,
@@ -113,6 +113,7 @@ class FastLLM(torch.autograd.Function):
             y,
             None,
             grad_output=1.0 if ctx.needs_input_grad[1] else None,
+            group=group,
             target_format=TargetFormat.logits,
             entropy_loss_type=EntropyLossType(kind),
         )
@@ -120,7 +121,7 @@ class FastLLM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.gradient, None
+        return None, ctx.gradient, None, None
 
 
 BACKLOG = 4  # sums of 2^28 numbers, 0.25 ms each on an H200: more than a call's host time

@@ -1,5 +1,5 @@
 /* Rows that are near or close, of kinds that have slopes and no moments. An element's term and slope are polynomials of its
-   log-ratio (series.py), which lose nothing however small they are. The few elements beyond their radius take the fast formula. */
+   log-ratio (series.py), which lose nothing however small they are. The few elements beyond their radius take the stable one. */
 #pragma once
 
 #include "cuda/logits/fast.cuh"

@@ -1,8 +1,9 @@
 /* One row: which mode serves it, and what is found of it: loss, state, statistics, sums, gradients.
 
-   A row is normalised, and summed in the fast mode where its kind and what is foreseen allow. A sum that is too small
-   (the row is close) is found again in the stable mode, by power series where most elements are near; one that is no number,
-   in the safe mode. Gradients are written in the mode of the sums. */
+   A row is normalised, and summed in the fast mode where its kind and what is foreseen allow. A sum that is too small (the row
+   is near, or close) is found again: by polynomials of log-ratios, by the stable formula for heavy tokens, or in the stable
+   mode, by power series where most elements are near; one that is no number, in the safe mode. Gradients are written in the
+   mode of the sums. */
 #pragma once
 
 #include "cuda/logits/near.cuh"
