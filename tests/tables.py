@@ -65,8 +65,8 @@ def regimes():
 
 
 def real_rows():
-    """Milliseconds with a student's gradient on an H200, and the share of three passes' time in it."""
-    report = json.loads((ROOT / "benchmarks/results/h200/real.json").read_text(encoding="utf-8"))
+    """Milliseconds with a student's gradient on an H100, and the share of three passes' time in it."""
+    report = json.loads((ROOT / "benchmarks/results/h100/real.json").read_text(encoding="utf-8"))
     cells = {}
     for result in report["results"]:
         case = result["case"]
@@ -81,8 +81,8 @@ def real_rows():
 
 
 def rivals_on_real_rows():
-    """Milliseconds on an H200, each with a student's gradient."""
-    report = json.loads((ROOT / "benchmarks/results/h200/real_rivals.json").read_text(encoding="utf-8"))
+    """Milliseconds on an H100, each with a student's gradient."""
+    report = json.loads((ROOT / "benchmarks/results/h100/real_rivals.json").read_text(encoding="utf-8"))
     names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
     lines = ["| rows | kind | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for result in report["results"]:
@@ -115,12 +115,12 @@ def real_rows_on_a_cpu():
 
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
-    of_labels, of_rows, on_a_cpu = (load(n)["results"] for n in ("h200/labels", "h100/alone_figures", "cpu/figures"))
+    of_labels, of_rows, on_a_cpu = (load(n)["results"] for n in ("h100/labels", "h100/alone_figures", "cpu/figures"))
     lines = []
     for part, head, results in (
-        ("dense", "H200: rows, kind", of_labels),
-        ("linear", "H200: hidden states", of_labels),
-        ("alone", "H100: labels alone", of_rows),
+        ("dense", "H100: rows, kind", of_labels),
+        ("linear", "H100: hidden states", of_labels),
+        ("alone", "H100: labels alone", of_labels),
         ("figures", "H100: figures of rows", of_rows),
         ("figures", "two cores: figures of rows", on_a_cpu),
     ):
@@ -282,11 +282,11 @@ def summary():
         if (case["kind"], case["form"], case["dtype"]) == ("kl", "probs", "float32"):
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward"))
             line(f"kl of probabilities, {case['rows']} × {case['vocab']}, forward", found, ours["of_ceiling"])
-    for result in load("h200/real_rivals")["results"]:
+    for result in load("h100/real_rivals")["results"]:
         case, found = result["case"], seconds(result, "forward + gradient")
         if case["source"] == "real" and case["student"] == "bits5":
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward + gradient"))
-            line(f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}", found, ours["of_ceiling"])
+            line(f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}, H100", found, ours["of_ceiling"])
     for result in load("h200/linear")["linear"]:
         case, found = result["case"], seconds(result, None)
         if case["rows"] == 4096 and not case["near"]:

@@ -1,24 +1,16 @@
 /* Every figure of rows of logits (work.Describe). A block takes a row: it reads each side for what is said of that alone, then
-   both. Printed in the place of terms.cuh: `Terms safe_terms(x, y, row)` of an element, and of elements that are close, or
-   light; the kinds; the order of what is written. */
+   both. Printed in the place of terms.cuh: the terms of an element, and what they are made of; the kinds; the order of what is
+   written. */
 #pragma once
 
 #include "cuda/block.cuh"
-#include "cuda/close.cuh"
+#include "cuda/light.cuh"
 #include "cuda/terms.cuh"
 #include "cuda/vector.cuh"
 
 namespace kullback {
 
 enum { NOWHERE = 0x7fffffff };
-#define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
-/* The largest log-mass of light tokens: what they lose by terms of far ones is nothing where the row is not close. */
-#define LIGHT_LOG_MASS (real)-6.9314718
-#define MIN_LIGHT_SUM 5e-4
-/* Of a row's squared log-ratios the mean from which on it is likely to be far */
-#define FAR_SQUARE 0.03
-enum { SAMPLES = 4 }; /* of a thread */
-#define MAX_SUM 1e15
 
 /* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
    small ones would lose their digits: those are counted. */
@@ -75,11 +67,11 @@ template <int COUNT> INLINE void add(Side &side, const real *values, int start, 
         return;
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-        const real exponent = (values[j] - side.max) * scale, mass = safe_exp(exponent);
+        const real exponent = (values[j] - side.max) * scale, mass = describe_exp(exponent);
         const bool is_max = values[j] == side.max;
         maxima += is_max;
         rest += is_max ? (real)0 : mass;
-        moment += is_max ? (real)0 : mass * (exponent < (real)-1e30 ? (real)-1e30 : exponent);
+        moment = mass > 0 ? mass * exponent + moment : moment; /* 0 of a maximum */
         side.above += values[j] > own;
     }
     if (maxima && side.first == NOWHERE)
@@ -166,77 +158,70 @@ INLINE void write_side(const Side &side, real scale, double *numbers, long long 
 typedef struct {
     EACH_KIND(DECLARE)
     double q_minus_p, slope;
-    bool has_light; /* whether some terms were found by the formula for rows that are not close */
 } Sums;
 
 #define ADD_TERM(kind) sums.kind += (double)part.kind;
 #define ADD_ELEMENT(kind) part.kind += terms.kind;
-enum { PART = 8 }; /* elements of a thread that are summed in `real` */
+#define SHARE(kind) sums.kind = block_sum(sums.kind);
 
-INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap, bool tries_light)
+/* An element's terms: polynomials of its log-ratio where that is short, so that nothing cancels; else the formula, without guards
+   where all is finite. */
+INLINE void add_terms(Terms &part, real xi, real yi, const Row &row)
+{
+    Terms terms;
+#if REAL_IS_DOUBLE
+    terms = safe_terms(xi, yi, row);
+#else
+    const real x_exponent = (xi - row.input_max) * row.input_inv_temperature - row.input_log_sum_exp;
+    const real y_exponent = (yi - row.target_max) * row.target_inv_temperature - row.target_log_sum_exp;
+    const real ratio = stable_logit_difference(yi, row.target_inv_temperature, xi, row.input_inv_temperature, row.log_z_diff_high,
+                                               row.log_z_diff_low);
+    const bool is_near = safe_abs(ratio) < NEAR_RADIUS, are_near = warp_all(is_near);
+    terms = near_terms(is_near ? ratio : 0, describe_exp((real)0.5 * (x_exponent + y_exponent)));
+    if (!are_near && !is_near)
+        terms = safe_abs(y_exponent - x_exponent) < REAL_INFINITY ? light_terms(xi, yi, row) : safe_terms(xi, yi, row);
+#endif
+    EACH_KIND(ADD_ELEMENT)
+    part.q_minus_p += terms.q_minus_p;
+    part.slope += terms.slope;
+}
+
+INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap)
 {
     Sums sums = {};
-    for (int first = 0; first < vocab; first += THREADS * PART) {
-        Terms part = {};
-#pragma unroll 1
-        for (int u = 0; u < PART; u++) {
-            const int i = first + u * THREADS + (int)threadIdx.x;
-            const bool is_here = i < vocab;
-            const real xi = is_here ? counted(to_real(x[i]), x_cap, INPUT_IS_CAPPED) : row.input_max;
-            const real yi = is_here ? counted(to_real(y[i]), y_cap, TARGET_IS_CAPPED) : row.target_max;
-            const real log_q = (xi - row.input_max) * row.input_inv_temperature - row.input_log_sum_exp;
-            const real log_p = (yi - row.target_max) * row.target_inv_temperature - row.target_log_sum_exp;
-            const real apart = safe_abs(log_p - log_q);
-            const bool is_close = apart < CLOSE_RATIO;
-            Terms terms;
-            /* a warp whose lanes choose pays for each choice, and most warps need not */
-            if (warp_all(is_close))
-                terms = close_terms(xi, yi, row);
-#if !REAL_IS_DOUBLE
-            else if (tries_light && !is_close && apart < REAL_INFINITY && log_p < LIGHT_LOG_MASS && log_q < LIGHT_LOG_MASS) {
-                terms = light_terms(xi, yi, row);
-                sums.has_light = true;
-            }
-#endif
-            else if (is_close)
-                terms = close_terms(xi, yi, row);
-            else
-                terms = safe_terms(xi, yi, row);
-            if (is_here) {
-                EACH_KIND(ADD_ELEMENT)
-                part.q_minus_p += terms.q_minus_p;
-                part.slope += terms.slope;
-            }
-        }
+    const auto take = [&](Terms &part, real xi, real yi) {
+        add_terms(part, counted(xi, x_cap, INPUT_IS_CAPPED), counted(yi, y_cap, TARGET_IS_CAPPED), row);
+    };
+    const auto close = [&](const Terms &part) {
         EACH_KIND(ADD_TERM)
         sums.q_minus_p += (double)part.q_minus_p;
         sums.slope += (double)part.slope;
+    };
+    /* Vectors where both sides' begin at the same element; the rest one by one. All of a warp go along. */
+    const int head = (int)head_of(x, vocab), vectors = head == (int)head_of(y, vocab) ? (vocab - head) / WIDTH : 0;
+    for (int first = 0; first < vectors; first += THREADS) {
+        const int v = min(first + (int)threadIdx.x, vectors - 1);
+        const Packed<X> own = load(x + head + v * WIDTH);
+        const Packed<Y> other = load(y + head + v * WIDTH);
+        Terms part = {};
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++)
+            take(part, at(own, j), at(other, j));
+        if (first + (int)threadIdx.x < vectors)
+            close(part);
     }
-#define SHARE(kind) sums.kind = block_sum(sums.kind);
+    const int edges = vocab - vectors * WIDTH;
+    for (int first = 0; first < edges; first += THREADS) {
+        const int i = min(first + (int)threadIdx.x, edges - 1), place = i < head || vectors == 0 ? i : i + vectors * WIDTH;
+        Terms part = {};
+        take(part, to_real(x[place]), to_real(y[place]));
+        if (first + (int)threadIdx.x < edges)
+            close(part);
+    }
     EACH_KIND(SHARE)
     sums.q_minus_p = block_sum(sums.q_minus_p);
     sums.slope = block_sum(sums.slope);
-    sums.has_light = block_sum((double)sums.has_light) != 0;
     return sums;
-}
-
-/* Whether terms of far elements are worth a try, by a few of the row */
-INLINE bool looks_far(const X *x, const Y *y, int vocab, const Row &row)
-{
-    double square = 0;
-    const int step = vocab / (SAMPLES * THREADS) + 1;
-    for (int i = threadIdx.x * step; i < vocab; i += THREADS * step) {
-        const real ratio = to_real(y[i]) * row.target_inv_temperature - to_real(x[i]) * row.input_inv_temperature
-            - row.log_z_diff_high;
-        square += ratio * ratio < 1 ? (double)(ratio * ratio) : safe_abs(ratio) < REAL_INFINITY ? 1.0 : 0.0;
-    }
-    return block_sum(square) * step > FAR_SQUARE * vocab;
-}
-
-INLINE bool is_far(const Sums &sums)
-{
-#define IS_FAR(kind) && sums.kind > MIN_LIGHT_SUM && sums.kind < MAX_SUM
-    return true EACH_KIND(IS_FAR);
 }
 
 INLINE Row row_of(const Side &input, const Side &target, real x_scale, real y_scale)
@@ -276,9 +261,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         const real their_own = label < 0 ? REAL_INFINITY : counted(to_real(other[label]), y_cap, TARGET_IS_CAPPED);
         const Side target = side_of(other, (int)vocab, y_scale, y_cap, TARGET_IS_CAPPED, their_own);
         const Row row = row_of(input, target, x_scale, y_scale);
-        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, looks_far(from, other, (int)vocab, row));
-        if (sums.has_light && !is_far(sums))
-            sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap, false);
+        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap);
         if (threadIdx.x == 0) {
             write_side(target, y_scale, numbers + NUMBER_TARGET_LSE * rows + r, tokens + TOKEN_TARGET_TOP_TOKEN * rows + r, rows);
             /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a

@@ -8,6 +8,7 @@ namespace kullback {
 #define EACH_KIND(apply) apply(kind)
 #define KINDS kind
 #define WITH_CORNER kind
+#define NEAR_RADIUS 2.5f
 
 typedef struct {
     real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum;
@@ -17,7 +18,7 @@ typedef struct {
 typedef struct { real kind, q_minus_p, slope; } Terms;
 
 INLINE Terms safe_terms(real x, real y, Row row) { return {}; }
-INLINE Terms close_terms(real x, real y, Row row) { return {}; }
+INLINE Terms near_terms(real r, real root) { return {}; }
 INLINE Terms light_terms(real x, real y, Row row) { return {}; }
 
 enum { NUMBER_LSE, NUMBER_ENTROPY, NUMBER_TARGET_LSE, NUMBER_TARGET_ENTROPY, NUMBER_KINDS };

@@ -63,23 +63,25 @@ def near(kind: str, parameter: float) -> Near | None:
     """None where so many terms do not reach, or of a kind with a corner whose slope is more than a sign."""
 
     def slope(ratio: Tensor) -> Tensor:
-        return element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
+        found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
+        return found
 
     def term(ratio: Tensor) -> Tensor:
-        return element_at(kind, parameter, ratio).term
+        found: Tensor = element_at(kind, parameter, ratio).term
+        return found
 
     if not has_corner(kind):
-        of_term = _near_fit(term, 2, NEAR_TERMS, NEAR_TOLERANCE)
-        of_slope = _near_fit(slope, 1, NEAR_SLOPE_TERMS, SLOPE_TOLERANCE)
+        of_term = near_fit(term, 2, NEAR_TERMS, NEAR_TOLERANCE)
+        of_slope = near_fit(slope, 1, NEAR_SLOPE_TERMS, SLOPE_TOLERANCE)
         return None if of_term is None or of_slope is None else Near(of_term, of_slope)
-    of_term = _near_fit(lambda r: term(r.abs()) * r.sign(), 1, NEAR_TERMS, NEAR_TOLERANCE)
+    of_term = near_fit(lambda r: term(r.abs()) * r.sign(), 1, NEAR_TERMS, NEAR_TOLERANCE)
     ratio = torch.linspace(0.01, NEAR_RADIUS, 50, dtype=torch.float64, device="cpu")
     size = slope(ratio[-1:])
     is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
     return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
 
 
-def _near_fit(
+def near_fit(
     values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float
 ) -> tuple[float, ...] | None:
     """As `_fit`, where few tokens are far out: by least squares, of relative errors that may grow as r² does."""

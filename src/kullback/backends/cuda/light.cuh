@@ -1,0 +1,37 @@
+/* Operations of formula.py for an element of logits whose masses are far from each other and numbers (light_). */
+#pragma once
+
+#include "cuda/vector.cuh"
+#if !REAL_IS_DOUBLE
+#include "cuda/logits/fast_math.cuh"
+#endif
+
+namespace kullback {
+
+#if REAL_IS_DOUBLE
+#define describe_exp safe_exp
+#else
+#define describe_exp fast_exp
+
+#define light_abs safe_abs
+#define light_half_sign safe_half_sign
+#define light_small_expm1 stable_small_expm1
+#define light_small_bennett safe_small_bennett
+#define light_small_exp_remainder exp_remainder_series
+#define light_logit_difference stable_logit_difference
+#define light_logit_log_fraction safe_logit_log_fraction
+#define light_select_near fast_select_near
+#define light_mass_times fast_mass_times
+#define light_mixture fast_mixture
+#define light_fraction in_range_ratio_or_zero
+#define light_log_mix fast_log_mix
+#define light_exp fast_exp
+
+/* Of the difference, as the row's Σ exp was found: a rounding that all masses share would not be in that. */
+INLINE real light_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)
+{
+    return ex2((x - row_max) * base_2(inv_temperature)) * inv_sum_exp;
+}
+#endif
+
+}
