@@ -274,7 +274,7 @@ def test_close_rows_and_rows_that_a_token_has(backend, generator):
     if backend == "c":
         check(found, definitions(x, y))
     else:  # log-sum-exps there are float32 sums, and an entropy is as far off as they
-        check(found, definitions(x, y), 3e-5, of_entropy=1e-6)
+        check(found, definitions(x, y), 5e-6 if backend == "emulated" else 3e-5, of_entropy=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "target_softcap": 30.0}, {"target_temperature": 2.0}])

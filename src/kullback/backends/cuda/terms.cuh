@@ -9,6 +9,7 @@ namespace kullback {
 #define KINDS kind
 #define WITH_CORNER kind
 #define NEAR_RADIUS 2.5f
+#define SIGNED(x) x
 
 typedef struct {
     real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum;
