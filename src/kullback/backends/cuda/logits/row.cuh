@@ -179,8 +179,9 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
 
 #if SUMS_FROM_MOMENTS
-/* A row's sum is what is left of a moment and the difference of log-sum-exps, log2: of these 1.5e-7 is rounded. */
-#define LEAST_OF_SHIFT 0.1f
+/* A row's sum is what is left of a moment and the difference of log-sum-exps, log2: of these 1.5e-7 is rounded. Where near rows
+   have a cheap way, less than so much of it counts as near. */
+#define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
@@ -195,7 +196,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
                                        HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
                                        HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
-    const float least = HAS_LOG_RATIOS && has_one_temperature(a) ? fmaxf(MIN_FAST_SUM, LEAST_OF_SHIFT * fabsf(shift)) : MIN_FAST_SUM;
+    const float least = has_one_temperature(a) ? fmaxf(MIN_FAST_SUM, LEAST_OF_SHIFT * fabsf(shift)) : MIN_FAST_SUM;
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_SERIES
