@@ -286,7 +286,9 @@ def summary():
         case, found = result["case"], seconds(result, "forward + gradient")
         if case["source"] == "real" and case["student"] == "bits5":
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward + gradient"))
-            line(f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}, H100", found, ours["of_ceiling"])
+            line(
+                f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}, H100", found, ours["of_ceiling"]
+            )
     for result in load("h200/linear")["linear"]:
         case, found = result["case"], seconds(result, None)
         if case["rows"] == 4096 and not case["near"]:

@@ -21,7 +21,14 @@ from kullback.backends.build import BuildError
 from kullback.backends.cuda import describe, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
-from kullback.backends.printer import print_functor, print_layout, print_order, print_slopes, print_terms
+from kullback.backends.printer import (
+    print_functor,
+    print_layout,
+    print_near_terms,
+    print_order,
+    print_slopes,
+    print_terms,
+)
 from kullback.formula import TENSOR
 from kullback.problem import Problem, Side, Weights
 from kullback.work import Verb
@@ -304,7 +311,7 @@ def test_the_stand_in_for_a_functor_declares_what_is_printed():
 
 def test_the_stand_in_for_terms_declares_what_is_printed():
     declared = (HERE / "terms.cuh").read_text()
-    printed = print_terms(("safe_", "light_")) + describe.print_near_terms() + print_order()
+    printed = print_terms(("safe_", "light_")) + print_near_terms() + print_order()
     structs, functions = r"^(?:typedef struct \{.*)?\} (\w+);", r"^INLINE \w+ (\w+)\("
     for pattern in (r"^#define (\w+)", structs, functions, r"\b((?:NUMBER|TOKEN)_\w+)", r"\b((?:input|target)_\w+)"):
         assert set(re.findall(pattern, declared, re.M)) == set(re.findall(pattern, printed, re.M)), pattern

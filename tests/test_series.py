@@ -5,17 +5,8 @@ import pytest
 import torch
 
 from kullback.backends.cuda.logits import is_smooth
-from kullback.backends.cuda.logits.series import (
-    LEAST_SHARE,
-    NEAR_RADIUS,
-    NEAR_TOLERANCE,
-    RADIUS,
-    SLOPE_TOLERANCE,
-    TERMS,
-    TOLERANCE,
-    near,
-    series,
-)
+from kullback.backends.cuda.logits.series import RADIUS, TERMS, TOLERANCE, series
+from kullback.backends.near import LEAST_SHARE, NEAR_RADIUS, NEAR_TOLERANCE, SLOPE_TOLERANCE, near
 from kullback.divergences import DIVERGENCES
 from tests import kinds
 from tests.kinds import FACTS, SMOOTH

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
+from kullback.backends.near import NEAR_RADIUS, NEAR_TERMS, NEAR_TOLERANCE, near, near_fit
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
-from kullback.problem import IGNORED, Formula, formula, moments_of
+from kullback.problem import IGNORED, Formula, element_at, formula, has_corner, moments_of
 from kullback.state import FAR_TILTED_LSE, Mode, RowState, RowStats, RowSums, fields
 from kullback.work import NUMBERS, TOKENS, VERBS
 
@@ -119,6 +122,61 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
         f"{print_macros(macros)}typedef struct {{ real {', '.join(ROW_VARIABLES)}; }} Row;\n"
         f"typedef struct {{ real {', '.join(program.outputs)}; }} Terms;\n{''.join(functions)}"
     )
+
+
+@functools.cache
+def print_near_terms() -> str:
+    """`Terms near_terms(r, root)` of an element by its log-ratio, below NEAR_RADIUS, and √(p·q): polynomials."""
+    terms: dict[str, tuple[str, int, tuple[float, ...] | None]] = {}
+    for kind in DESCRIBED:
+        found = near(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
+        terms[kind] = (*(("size", 1) if has_corner(kind) else ("r", 2)), found and found.term)
+    terms["q_minus_p"] = "r", 1, near_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TERMS, NEAR_TOLERANCE)
+    terms["slope"] = "size", 0, near_fit(lambda r: _slope(r.abs()), 0, NEAR_TERMS, NEAR_TOLERANCE)
+    lines = [
+        f"    terms.{name} = {'SIGNED(root)' if name == 'slope' else 'root'} * {_polynomial(*of)};\n"
+        for name, of in terms.items()
+    ]
+    return f"""\
+#define NEAR_RADIUS (real){NEAR_RADIUS!r}
+#define SIGNED(x) (r > 0 ? x : r < 0 ? -x : 0)
+INLINE Terms near_terms(real r, real root)
+{{
+    const real size = safe_abs(r), square = r * r;
+    Terms terms;
+{"".join(lines)}    return terms;
+}}
+"""
+
+
+def _slope(ratio: Tensor) -> Tensor:
+    """Of the term that has a corner, where p is more than q (`lowering.described_terms`)."""
+    element = element_at(WITH_CORNER, 0.0, ratio)
+    slope: Tensor = element.d_log_p - element.d_log_q
+    return slope
+
+
+def _polynomial(variable: str, first: int, factors: tuple[float, ...] | None) -> str:
+    """Σ factor · variable^power, from the power `first` on, in float32; even and odd powers apart.
+
+    So a kind whose r has the other sign has the same parts, and a compiler finds them once.
+    """
+    assert factors is not None, "it reaches"
+    even, odd = (
+        torch.tensor(part, dtype=torch.float32, device="cpu").tolist() for part in (factors[::2], factors[1::2])
+    )
+    text = _horner(even)
+    if any(odd):
+        is_negative = odd[0] < 0
+        text += f" {'-' if is_negative else '+'} {variable} * ({_horner([-c if is_negative else c for c in odd])})"
+    return " * ".join([*[variable] * first, f"({text})"])
+
+
+def _horner(factors: list[float]) -> str:
+    text = ""
+    for factor in reversed(factors):
+        text = f"(real){factor!r} + square * ({text})" if text else f"(real){factor!r}"
+    return text
 
 
 def print_order() -> str:

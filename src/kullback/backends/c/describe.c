@@ -24,35 +24,63 @@ typedef struct {
 typedef struct {
     EACH_KIND(DECLARE)
     double q_minus_p, slope;
-    int has_fast; /* whether some terms were found by the formula for rows that are not close */
 } Sums;
 
 /* Of so many tokens together it is decided how their terms are found. */
 enum { GROUP = 128 };
-#define CLOSE_RATIO (real)0.48 /* found with a rounding; terms are close below 1/2 */
-/* The largest log-mass of light tokens: what they lose by terms that are not close is nothing where the row is not close. */
-#define LIGHT_LOG_MASS (real)-6.9314718
-#define MIN_FAST_SUM 2e-3
 
-/* What logits of a group are at most: their log-ratio, and their logits above those of heavy tokens */
-typedef struct { real ratio, above; } Bounds;
-
-INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
+/* The longest log-ratio of a group; infinite also of NaN */
+INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
 {
     const real x_scale = row->input_inv_temperature, y_scale = row->target_inv_temperature;
-    real ratio = 0, above = -REAL_INFINITY;
+    real longest = 0;
     (void)softcaps;
-#pragma omp simd reduction(max: ratio, above)
+#pragma omp simd reduction(max: longest)
     for (int64_t i = 0; i < n; i++) {
         const real log_q = (COUNTED_X(LOAD_X(x[i])) - row->input_max) * x_scale - row->input_log_sum_exp;
         const real log_p = (COUNTED_Y(LOAD_Y(y[i])) - row->target_max) * y_scale - row->target_log_sum_exp;
-        const real apart = safe_abs(log_p - log_q), higher = log_p > log_q ? log_p : log_q;
-        const real of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY; /* also of NaN */
-        ratio = of_number > ratio ? of_number : ratio;
-        above = higher > above ? higher : above;
+        const real apart = safe_abs(log_p - log_q), of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY;
+        longest = of_number > longest ? of_number : longest;
     }
-    return (Bounds){ ratio, above };
+    return longest;
 }
+
+#if REAL_IS_DOUBLE
+#define CLOSE_RATIO 0.48 /* found with a rounding; terms are close below 1/2 */
+#else
+/* A log-ratio that was found with a rounding is below NEAR_RADIUS if it is below this. */
+#define LONGEST_NEAR (NEAR_RADIUS - (real)1e-3)
+
+/* √(p·q) */
+INLINE real root_of(real x, real y, const Row *row)
+{
+    const real log_q = (x - row->input_max) * row->input_inv_temperature - row->input_log_sum_exp;
+    const real log_p = (y - row->target_max) * row->target_inv_temperature - row->target_log_sum_exp;
+    return safe_exp((real)0.5 * (log_p + log_q));
+}
+
+INLINE real ratio_of(real x, real y, const Row *row)
+{
+    return safe_logit_difference(y, row->target_inv_temperature, x, row->input_inv_temperature, row->log_z_diff_high,
+                                 row->log_z_diff_low);
+}
+
+INLINE Terms polynomial_terms(real x, real y, Row row) { return near_terms(ratio_of(x, y, &row), root_of(x, y, &row)); }
+
+/* Also of elements that are far, and numbers: there nothing cancels. */
+INLINE Terms mixed_terms(real x, real y, Row row)
+{
+    const real ratio = ratio_of(x, y, &row);
+    const int is_near = safe_abs(ratio) < NEAR_RADIUS;
+    const Terms near = near_terms(is_near ? ratio : 0, root_of(x, y, &row)), far = fast_terms(x, y, row);
+    Terms terms;
+#define CHOOSE(kind) terms.kind = is_near ? near.kind : far.kind;
+    EACH_KIND(CHOOSE)
+    terms.q_minus_p = is_near ? near.q_minus_p : far.q_minus_p;
+    terms.slope = is_near ? near.slope : far.slope;
+    return terms;
+}
+#endif
 
 #define PRAGMA_OF(...) _Pragma(#__VA_ARGS__)
 #define PRAGMA(...) PRAGMA_OF(__VA_ARGS__)
@@ -60,7 +88,6 @@ INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softc
 #define ADD_TERM(kind) kind += terms.kind;
 #define ADD_SUM(kind) sums.kind += kind;
 
-/* Where each element is known to be close, or far, half of its formula is left out. */
 #define ADD_TERMS(terms_of)                                                                            \
     PRAGMA(omp simd reduction(+: KINDS, q_minus_p, slope))                                             \
     for (int64_t i = start; i < end; i++) {                                                            \
@@ -70,22 +97,24 @@ INLINE Bounds bounds_of(const X *x, const Y *y, int64_t n, const Row *row, Softc
         slope += terms.slope;                                                                          \
     }
 
-NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, int tries_fast)
+NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
 {
     Sums sums = { 0 };
-    (void)softcaps, (void)tries_fast;
+    (void)softcaps;
     for (int64_t start = 0; start < n; start += GROUP) {
         const int64_t end = start + GROUP < n ? start + GROUP : n;
-        const Bounds bounds = bounds_of(x + start, y + start, end - start, &row, softcaps);
+        const real longest = longest_of(x + start, y + start, end - start, &row, softcaps);
         EACH_KIND(ZERO)
         real q_minus_p = 0, slope = 0;
-        if (bounds.ratio < CLOSE_RATIO) {
+#if REAL_IS_DOUBLE
+        if (longest < CLOSE_RATIO) {
             ADD_TERMS(close_terms)
         }
-#if !REAL_IS_DOUBLE
-        else if (tries_fast && bounds.above < LIGHT_LOG_MASS) {
-            ADD_TERMS(fast_terms)
-            sums.has_fast = 1;
+#else
+        if (longest < LONGEST_NEAR) {
+            ADD_TERMS(polynomial_terms)
+        } else if (longest < REAL_INFINITY) {
+            ADD_TERMS(mixed_terms)
         }
 #endif
         else {
@@ -95,17 +124,6 @@ NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcap
         sums.q_minus_p += q_minus_p;
         sums.slope += slope;
     }
-    return sums;
-}
-
-#define IS_FAR(kind) && sums->kind > MIN_FAST_SUM
-static int is_close(const Sums *sums) { return !(1 EACH_KIND(IS_FAR)); }
-
-static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
-{
-    Sums sums = sums_of(x, y, n, row, softcaps, 1);
-    if (sums.has_fast && is_close(&sums))
-        sums = sums_of(x, y, n, row, softcaps, 0);
     /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner it is
        had as it is, and to the first order taken out. */
     sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;

@@ -11,7 +11,7 @@ import torch
 from kullback.backends.arguments import address
 from kullback.backends.build import remember_failures
 from kullback.backends.c.compile import HERE, arguments_of, function, library, softmaxes
-from kullback.backends.printer import TYPES, print_macros, print_order, print_terms
+from kullback.backends.printer import TYPES, print_macros, print_near_terms, print_order, print_terms
 from kullback.work import Describe
 
 DESCRIBE = (HERE / "describe.c").read_text(encoding="utf-8")
@@ -35,8 +35,9 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
             f"#define REAL_IS_DOUBLE {int(double)}",
             library(),
             print_macros(macros),
-            *((HERE / name).read_text(encoding="utf-8") for name in ("close.h", "fast.h")[: 1 if double else 2]),
-            print_terms(("safe_", "close_", "fast_")[: 2 if double else 3]),
+            (HERE / ("close.h" if double else "fast.h")).read_text(encoding="utf-8"),
+            print_terms(("safe_", "close_" if double else "fast_")),
+            "" if double else print_near_terms(),
             print_order(),
             softmaxes(True, has_target, "tokens.h"),
             DESCRIBE,

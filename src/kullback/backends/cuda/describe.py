@@ -5,18 +5,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from kullback.backends.arguments import address, parameters, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
-from kullback.backends.cuda.logits.series import NEAR_RADIUS, NEAR_TERMS, NEAR_TOLERANCE, near, near_fit
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.lowering import WITH_CORNER
-from kullback.backends.printer import TYPES, print_macros, print_order, print_terms
-from kullback.divergences import DESCRIBED, DIVERGENCES
-from kullback.problem import element_at, has_corner
+from kullback.backends.printer import TYPES, print_macros, print_near_terms, print_order, print_terms
 from kullback.work import Describe
 
 UNROLL = 2  # vectors in flight a thread
@@ -49,51 +44,9 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
         "HAS_TARGET": has_target,
     }
     prefixes = ("safe_",) if double else ("safe_", "light_")
-    printed = f'#include "cuda/light.cuh"\nnamespace kullback {{\n{print_terms(prefixes)}{print_near_terms()}{print_order()}}}\n'
+    terms = print_terms(prefixes) + print_near_terms() + print_order()
+    printed = f'#include "cuda/light.cuh"\nnamespace kullback {{\n{terms}}}\n'
     return print_macros(macros) + inlined("cuda/describe.cuh", {"cuda/terms.cuh": printed})
-
-
-@functools.cache
-def print_near_terms() -> str:
-    """`Terms near_terms(r, root)` of an element whose log-ratio is below NEAR_RADIUS, over whose masses' root it is known."""
-    terms: dict[str, tuple[str, int, tuple[float, ...] | None]] = {}
-    for kind in DESCRIBED:
-        found = near(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
-        terms[kind] = (*(("size", 1) if has_corner(kind) else ("r", 2)), found and found.term)
-    terms["q_minus_p"] = "r", 1, near_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TERMS, NEAR_TOLERANCE)
-    terms["slope"] = "size", 0, near_fit(lambda r: _slope(r.abs()), 0, NEAR_TERMS, NEAR_TOLERANCE)
-    lines = [
-        f"    terms.{name} = {'SIGNED(root)' if name == 'slope' else 'root'} * {_polynomial(*of)};\n"
-        for name, of in terms.items()
-    ]
-    return f"""\
-#define NEAR_RADIUS (real){NEAR_RADIUS!r}
-#define SIGNED(x) (r > 0 ? x : r < 0 ? -x : 0)
-INLINE Terms near_terms(real r, real root)
-{{
-    const real size = safe_abs(r);
-    Terms terms;
-{"".join(lines)}    return terms;
-}}
-"""
-
-
-def _slope(ratio: Tensor) -> Tensor:
-    """Of the term that has a corner, where p is more than q (`lowering.described_terms`)."""
-    element = element_at(WITH_CORNER, 0.0, ratio)
-    slope: Tensor = element.d_log_p - element.d_log_q
-    return slope
-
-
-def _polynomial(variable: str, first: int, factors: tuple[float, ...] | None) -> str:
-    """Σ factor · variable^power, from the power `first` on; of an even or odd one by squares."""
-    assert factors is not None, "it reaches"
-    step = 1 if any(factors[1::2]) else 2
-    text = ""
-    for factor in reversed(factors[::step]):
-        more = f" + ({variable if step == 1 else 'r * r'}) * ({text})" if text else ""
-        text = f"(real){factor!r}{more}"
-    return " * ".join([*[variable] * first, f"({text})"])
 
 
 @functools.cache

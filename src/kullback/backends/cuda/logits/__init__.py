@@ -13,18 +13,10 @@ from kullback.backends.arguments import after_tensors, print_entry, struct_field
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, workspace
-from kullback.backends.cuda.logits.series import (
-    NEAR_RADIUS,
-    NEAR_SLOPE_TERMS,
-    NEAR_TERMS,
-    RADIUS,
-    TERMS,
-    Near,
-    near,
-    series,
-)
+from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
+from kullback.backends.near import NEAR_RADIUS, NEAR_SLOPE_TERMS, NEAR_TERMS, Near, near
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import Element
-from kullback.problem import element_at, has_corner
+from kullback.problem import element_at
 
 RADIUS = 0.5  # of r
 TERMS = 7
-NEAR_RADIUS, NEAR_TERMS, NEAR_SLOPE_TERMS = 2.5, 10, 8
 TOLERANCE = 1e-6  # of what it stands for, relative; at most, at the end of its radius
-# At the end of their radius, and so much of it at r = 0. A slope is rounded to 16 bits, or its sum to such a gradient.
-NEAR_TOLERANCE, SLOPE_TOLERANCE, LEAST_SHARE = 5e-5, 6e-3, 0.02
 
 
 class Series(NamedTuple):
@@ -41,63 +38,6 @@ def series(kind: str, parameter: float) -> Series | None:
     term = _fit(lambda r: element_at(kind, parameter, r).term, 2, TERMS - 1, RADIUS, TOLERANCE)
     difference = _fit(lambda r: _difference(element_at(kind, parameter, r)), 1, TERMS, RADIUS, TOLERANCE)
     return None if term is None or difference is None else Series((0.0, *term), difference)
-
-
-class Near(NamedTuple):
-    """Polynomials of r = log(p/q) of rows that are near: factors of so many powers of r, of which some may be 0.
-
-    A kind that has a corner at p = q is symmetric: its term is one of |r|, and its slope has a size.
-    """
-
-    term: tuple[float, ...]  # over √(p·q), from r² on; from |r| on
-    slope: tuple[float, ...]  # d_log_q / q, from r on; with a corner twice what it is where p is more than q
-
-    @property
-    def step(self) -> int:
-        """From one power that is wanted to the next."""
-        return 1 if any(self.term[1::2]) or any(self.slope[2::2]) else 2
-
-
-@functools.lru_cache(maxsize=1024)
-def near(kind: str, parameter: float) -> Near | None:
-    """None where so many terms do not reach, or of a kind with a corner whose slope is more than a sign."""
-
-    def slope(ratio: Tensor) -> Tensor:
-        found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
-        return found
-
-    def term(ratio: Tensor) -> Tensor:
-        found: Tensor = element_at(kind, parameter, ratio).term
-        return found
-
-    if not has_corner(kind):
-        of_term = near_fit(term, 2, NEAR_TERMS, NEAR_TOLERANCE)
-        of_slope = near_fit(slope, 1, NEAR_SLOPE_TERMS, SLOPE_TOLERANCE)
-        return None if of_term is None or of_slope is None else Near(of_term, of_slope)
-    of_term = near_fit(lambda r: term(r.abs()) * r.sign(), 1, NEAR_TERMS, NEAR_TOLERANCE)
-    ratio = torch.linspace(0.01, NEAR_RADIUS, 50, dtype=torch.float64, device="cpu")
-    size = slope(ratio[-1:])
-    is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
-    return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
-
-
-def near_fit(
-    values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float
-) -> tuple[float, ...] | None:
-    """As `_fit`, where few tokens are far out: by least squares, of relative errors that may grow as r² does."""
-    half = torch.linspace(1 / 400, 1, 400, dtype=torch.float64, device="cpu")
-    at = torch.cat([half, -half])
-    exponents = torch.arange(first, first + count, device="cpu")
-    wanted, allowed = values_of(NEAR_RADIUS * at), tolerance * (LEAST_SHARE + at.square())
-    if not bool((wanted.isfinite() & (wanted != 0)).all()):
-        return None
-    powers = at.unsqueeze(-1) ** exponents
-    weights = 1 / ((wanted.abs() + wanted.roll(len(half)).abs()) * allowed)  # the same for r and -r
-    factors = torch.linalg.lstsq(powers * weights.unsqueeze(-1), (wanted * weights).unsqueeze(-1)).solution.squeeze(-1)
-    factors = torch.where(factors.abs() < 1e-9 * factors.abs().max(), 0.0, factors)  # as in `_fit`
-    if not bool((((powers @ factors) - wanted).abs() <= allowed * wanted.abs()).all()):
-        return None
-    return tuple((factors / NEAR_RADIUS**exponents).tolist())
 
 
 def _difference(element: Element) -> Tensor:
