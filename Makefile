@@ -47,7 +47,7 @@ test-integrations: $(INTEGRATIONS)/.installed ## with the packages that kullback
 	$(INTEGRATIONS)/bin/python -m pytest -q --doctest-glob='*.md' docs/transformers.md
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests
+	PYTHONPATH=src $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark -m gpu tests
 
 test-gpus:                       ## on a machine with two CUDA devices: NCCL
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests/test_parallel.py

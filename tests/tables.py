@@ -115,7 +115,7 @@ def real_rows_on_a_cpu():
 
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
-    of_labels, of_rows, on_a_cpu = (load(n)["results"] for n in ("h100/labels", "h100/alone_figures", "cpu/figures"))
+    of_labels, of_rows, on_a_cpu = (load(n)["results"] for n in ("h100/labels", "h100/figures", "cpu/figures"))
     lines = []
     for part, head, results in (
         ("dense", "H100: rows, kind", of_labels),

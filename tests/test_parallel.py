@@ -196,6 +196,17 @@ def check_masked_rows(ranks: Ranks):
     assert loss == 0
 
 
+def check_a_slice_of_nothing(ranks: Ranks):
+    """On torch's backend, which float64 logits have on a GPU: what is passed is not written, which autograd would tell."""
+    x, y = torch.randn(2, 3, 8, generator=generator(), dtype=torch.float64)
+    for kind in ("kl", "jensen_shannon", "renyi"):
+        slices = [ranks.slice(t, cuts=[8] * (ranks.world - 1)).requires_grad_() for t in (x, y)]
+        with kullback.backend("torch"):
+            loss = kullback.divergence(*(t[:, : t.size(1)] for t in slices), kind, group=ranks.group)
+            loss.backward()
+        assert all(t._version == 0 for t in slices), kind
+
+
 def check_row_weights_gradient(ranks: Ranks):
     x, y = torch.randn(2, 4, 20, generator=generator(), dtype=torch.float64)
     weight = torch.rand(4, dtype=torch.float64, device=ranks.device, requires_grad=True)
@@ -747,7 +758,7 @@ def check_cuda(ranks: Ranks):
             assert relative_error(captured, run()) < GRADIENT, kind
 
 
-ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_labels, check_topk, check_linear]
+ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_a_slice_of_nothing, check_labels, check_topk, check_linear]
 GROUPS = {
     "rows": ROWS,
     "options": [

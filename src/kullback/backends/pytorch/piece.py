@@ -266,7 +266,7 @@ class Piece:
         """Log-sum-exp, by a softmax that is kept: the largest logit less the logarithm of its mass."""
         values, scale, wide = self.values[name], self.elements.scales[name], accumulator(self.values[name])
         if values.size(-1) == 0:
-            self.elements[MASSES[name]] = values.to(self.elements.dtype)
+            self.elements[MASSES[name]] = torch.empty_like(values, dtype=self.elements.dtype)  # to be written over
             return self._numbers(-math.inf)
         dtype, is_on_cpu = self.elements.dtype, values.device.type == "cpu"
         top, index = (values.amax(-1, keepdim=True), None) if is_on_cpu else values.max(-1, keepdim=True)
