@@ -184,15 +184,13 @@ def test_mean_slopes_of_close_rows(backend, generator, kind, is_on_chip):
             assert share_misrounded(mine[row], expected[row]) < 1e-3, name
 
 
-@pytest.mark.parametrize("is_on_chip", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "parameter"),
+    ("kind", "parameter", "is_on_chip"),
     [
-        ("jensen_shannon", {"beta": 0.5}),
-        ("jensen_shannon", {"beta": 0.1}),
-        ("skew_kl", {"alpha": 0.1}),
-        ("skew_kl", {"alpha": 0.95}),
-        ("total_variation", {}),
+        ("jensen_shannon", {"beta": 0.5}, True),
+        ("jensen_shannon", {"beta": 0.5}, False),
+        ("skew_kl", {"alpha": 0.1}, True),
+        ("total_variation", {}, True),
     ],
 )
 def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip):

@@ -308,7 +308,10 @@ def test_float32_logits_with_gradients_of_16_bits(backend, device, generator, ki
         "shifted": samples.shifted(0.01, 40.0),
         "masked": samples.masked(samples.far(2.0)),
     }
-    for vocab in (777, 5000) if device == "cpu" else (777, 50257, 128256, 600001):
+    lengths = (777, 5000) if device == "cpu" else (777, 50257, 128256, 600001)
+    if backend == "emulated" and temperatures != (1.0, 1.0):
+        lengths = lengths[1:]  # short rows have one more kernel of each kind, and a minute of compilation
+    for vocab in lengths:
         rows = samples.batch(generator, vocab, torch.float32, **zoo)
         x, y = rows.x.to(device), rows.y.to(device)
         weight = rows.weight(masked=0.5).to(device)

@@ -758,7 +758,16 @@ def check_cuda(ranks: Ranks):
             assert relative_error(captured, run()) < GRADIENT, kind
 
 
-ROWS = [check_kinds, check_close_rows, check_padding, check_masked_rows, check_a_slice_of_nothing, check_labels, check_topk, check_linear]
+ROWS = [
+    check_kinds,
+    check_close_rows,
+    check_padding,
+    check_masked_rows,
+    check_a_slice_of_nothing,
+    check_labels,
+    check_topk,
+    check_linear,
+]
 GROUPS = {
     "rows": ROWS,
     "options": [

@@ -196,7 +196,9 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
                                        HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
                                        HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
-    const float least = has_one_temperature(a) ? fmaxf(MIN_FAST_SUM, LEAST_OF_SHIFT * fabsf(shift)) : MIN_FAST_SUM;
+    float least = MIN_FAST_SUM;
+    if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
+        least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_SERIES
