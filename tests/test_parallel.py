@@ -197,7 +197,7 @@ def check_masked_rows(ranks: Ranks):
 
 
 def check_a_slice_of_nothing(ranks: Ranks):
-    """On torch's backend, which float64 logits have on a GPU: what is passed is not written, which autograd would tell."""
+    """On torch's backend, which float64 logits have on a GPU: autograd would tell if what is passed were written."""
     x, y = torch.randn(2, 3, 8, generator=generator(), dtype=torch.float64)
     for kind in ("kl", "jensen_shannon", "renyi"):
         slices = [ranks.slice(t, cuts=[8] * (ranks.world - 1)).requires_grad_() for t in (x, y)]
