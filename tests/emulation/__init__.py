@@ -18,7 +18,7 @@ from kullback.backends.c import compile
 from kullback.backends.cuda import describe, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-Og", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
 KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
 MODULES = describe, literal, logits, scale, topk
 
