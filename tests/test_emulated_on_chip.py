@@ -206,13 +206,14 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
         many_far=spiked(0.05, 4.0, 7),
         masked=masked(apart(0.1), both=slice(3000, 7000)),
         lacks=masked(apart(0.1), x=slice(5000, 5010)),
+        one=at(apart(0.0), x={61: 2.0}, y={61: 0.0}),
         equal=equal,
     )
     a = rows.x.double().requires_grad_()
     truth = oracle.divergence(a, rows.y.double(), kind, **parameter)
     (expected,) = torch.autograd.grad(truth.sum(), a)
     for row, name in enumerate(rows.names):
-        ours, y = rows.x[row].clone().requires_grad_(), rows.y[row]
+        ours, y = rows.x[row].clone().requires_grad_(), rows.y[row].clone()
         loss = kullback.divergence(ours, y, kind, reduction="sum", **parameter)
         both = kullback.divergence(ours, y.clone().requires_grad_(), kind, reduction="sum", **parameter)
         alone = kullback.divergence(ours.detach(), y, kind, reduction="sum", **parameter)
@@ -224,6 +225,12 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
                 assert mine.count_nonzero() == 0
             else:
                 assert relative_error(mine, expected[row]) < BF16_CACHED, name
+                # Nor are light tokens off, nor those that no vector covers, where slopes are cached.
+                if each is loss and is_on_chip and kind != "total_variation":
+                    assert share_misrounded(mine, expected[row]) < 0.03, (
+                        name
+                    )  # of equal logits whose slope is nearly the mean
+                    assert relative_error(mine[-3:], expected[row, -3:]) < 2**-7, name
 
 
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])

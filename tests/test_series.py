@@ -77,7 +77,6 @@ WITH_NEAR = [
     ("jensen_shannon", 0.5, 2),
     ("jensen_shannon", 0.01, 1),
     ("skew_kl", 0.1, 1),
-    ("skew_kl", 0.5, 1),
     ("total_variation", 0.0, 2),
 ]
 
@@ -103,5 +102,5 @@ def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, step):
 
 
 def test_where_they_do_not_reach():
-    assert near("skew_kl", 0.95) is None
+    assert near("skew_kl", 0.5) is near("skew_kl", 0.95) is None
     assert near("skew_kl", 1.0) is None

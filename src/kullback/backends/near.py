@@ -17,7 +17,7 @@ from kullback.problem import element_at, has_corner
 
 NEAR_RADIUS, NEAR_TERMS, NEAR_SLOPE_TERMS = 2.5, 10, 8
 # At the end of their radius, and so much of it at r = 0. A slope is rounded to 16 bits, or its sum to such a gradient.
-NEAR_TOLERANCE, SLOPE_TOLERANCE, LEAST_SHARE = 5e-5, 6e-3, 0.02
+NEAR_TOLERANCE, SLOPE_TOLERANCE, LEAST_SHARE = 1.1e-5, 6e-3, 0.02
 
 
 class Near(NamedTuple):

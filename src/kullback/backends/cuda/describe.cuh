@@ -67,7 +67,7 @@ template <int COUNT> INLINE void add(Side &side, const real *values, int start, 
         return;
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-        const real exponent = (values[j] - side.max) * scale, mass = describe_exp(exponent);
+        const real exponent = (values[j] - side.max) * scale, mass = mass_exp(exponent);
         const bool is_max = values[j] == side.max;
         maxima += is_max;
         rest += is_max ? (real)0 : mass;
@@ -177,7 +177,7 @@ INLINE void add_terms(Terms &part, real xi, real yi, const Row &row)
     const real ratio = stable_logit_difference(yi, row.target_inv_temperature, xi, row.input_inv_temperature, row.log_z_diff_high,
                                                row.log_z_diff_low);
     const bool is_near = safe_abs(ratio) < NEAR_RADIUS, are_near = warp_all(is_near);
-    terms = near_terms(is_near ? ratio : 0, describe_exp((real)0.5 * (x_exponent + y_exponent)));
+    terms = near_terms(is_near ? ratio : 0, fast_exp((real)0.5 * (x_exponent + y_exponent)));
     if (!are_near && !is_near)
         terms = safe_abs(y_exponent - x_exponent) < REAL_INFINITY ? light_terms(xi, yi, row) : safe_terms(xi, yi, row);
 #endif

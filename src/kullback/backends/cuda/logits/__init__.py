@@ -22,12 +22,15 @@ from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
 
-ARGUMENTS = text(HERE / "logits" / "arguments.cuh")
-for name, count in (("SERIES_TERMS", TERMS), ("NEAR_TERMS", NEAR_TERMS)):
-    ARGUMENTS = ARGUMENTS.replace(name, str(count))
+ARGUMENTS = (
+    text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS)).replace("NEAR_TERMS", str(NEAR_TERMS))
+)
 OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 D_INPUT = list(OPERANDS).index("d_input")  # and behind it d_target
+
+
+SLOPE_FACTOR = 64.0  # of slopes that are cached as float16, so that those of close rows are not too short
 
 
 Dtypes: TypeAlias = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # of input, target and their gradients
@@ -81,6 +84,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "NEAR_TERMS": NEAR_TERMS,
         "NEAR_SLOPE_TERMS": NEAR_SLOPE_TERMS,
         "NEAR_RADIUS": f"{NEAR_RADIUS}f",
+        "SLOPE_FACTOR": f"{SLOPE_FACTOR}f",
         "HAS_REVERSE_KL_FACTOR": factor is not None,
         "REVERSE_KL_FACTOR": f"{factor or 0.0}f",
         "LEAST_MEAN_SLOPE": f"{least}f" if abs(least) < float("inf") else "(-REAL_INFINITY)",
@@ -216,7 +220,7 @@ def _prepared(
         z_weight=problem.weights.z,
         parameters=problem.parameter,
         **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
-        **_packed("near", NEAR_TERMS, polynomials),
+        **_packed("near", NEAR_TERMS, polynomials and polynomials._replace(slope=_as_cached(kind, polynomials.slope))),
         stages=placed.stages,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,
@@ -231,6 +235,11 @@ def near_of(problem: Problem, parameter: float, verb: Verb = "loss") -> Near | N
     """Of losses of rows whose sums follow from slopes, and not from moments."""
     has_slopes = problem.is_normalised and not problem.has_moments and slopes_of(problem.kind) is not None
     return near(problem.kind, parameter) if has_slopes and verb == "loss" else None
+
+
+def _as_cached(kind: str, slope: tuple[float, ...]) -> tuple[float, ...]:
+    """Those of a kind with a corner are signs."""
+    return slope if has_corner(kind) else tuple(SLOPE_FACTOR * factor for factor in slope)
 
 
 def _packed(name: str, count: int, factors: tuple[tuple[float, ...], tuple[float, ...]] | None) -> dict[str, int]:
@@ -271,7 +280,8 @@ def caches_slopes(problem: Problem) -> bool:
         problem.kind, problem.parameter, torch.tensor([-30.0, 30.0], dtype=torch.float64, device="cpu")
     )
     masses = torch.tensor([15.0, -15.0], dtype=torch.float64, device="cpu").exp()
-    return float((element.d_log_q / masses).abs().max()) < torch.finfo(torch.float16).max
+    longest = torch.finfo(torch.float16).max / SLOPE_FACTOR
+    return float((element.d_log_q / masses).abs().max()) < longest
 
 
 @functools.cache

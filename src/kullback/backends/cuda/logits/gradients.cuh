@@ -96,8 +96,14 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         vectors.write(input, target, before);
     });
     if (slice.body < (int)a.vocab) { /* where slopes are cached, nothing else wants all of the row's constants */
-        const Row at_edge = CACHES_SLOPES ? row_constants<MODE>(a, opaque(stats), sums) : row;
-        each_edge(slice, group, [&](int i) { one(to_real(slice.x()[i]), to_real(slice.y()[i]), i, at_edge); });
+        enum { AT_EDGE = CACHES_SLOPES && MODE == FAST ? (int)STABLE : MODE }; /* of close rows, too */
+        const Row at_edge = CACHES_SLOPES ? row_constants<AT_EDGE>(a, opaque(stats), sums) : row;
+        each_edge(slice, group, [&](int i) {
+            DX input;
+            DY target;
+            term.heavy += differentiate<AT_EDGE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), at_edge, grad_out, input, target);
+            write_element(slice, input, target, i);
+        });
     }
     return term;
 }

@@ -1,5 +1,5 @@
 /* Rows that are near or close, of kinds that have slopes and no moments. An element's term and slope are polynomials of its
-   log-ratio (series.py), which lose nothing however small they are. The few elements beyond their radius take the stable one. */
+   log-ratio (near.py), which lose nothing however small they are. The few elements beyond their radius take the stable formula. */
 #pragma once
 
 #include "cuda/logits/fast.cuh"
@@ -8,7 +8,7 @@
 namespace kullback {
 
 #if HAS_NEAR
-/* A row whose sum is less has slopes that are too short for halves. */
+/* A row whose sum is less has slopes that are too short for halves even so. */
 #define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
 
 /* An element's term over √(p·q); with a corner negative where q is more than p */
@@ -22,7 +22,8 @@ INLINE float term_over_root(const Arguments &a, float r)
     return sum * (HAS_CORNER ? r : r * r);
 }
 
-/* d_log_q / q, less what is predicted; with a corner as a step, of which `slope_scale` makes it */
+/* d_log_q / q, less what is predicted, both times SLOPE_FACTOR: slopes of close rows would be short for halves. With a corner as
+   a step. `slope_scale` makes it what it was. */
 INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
 {
     if (HAS_CORNER)
@@ -35,7 +36,7 @@ INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
 }
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 {
-    const float factor = HAS_CORNER ? near_slope_factor(a, 0) : 1;
+    const float factor = HAS_CORNER ? near_slope_factor(a, 0) : 1 / SLOPE_FACTOR;
     return { factor, HAS_CORNER ? -0.5f * factor : predicted };
 }
 
@@ -74,7 +75,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const auto add = [&](NearSums &sums, float x, float y, float r, float &mass, float &cached) {
         const float root = log_ratio.root(x, y);
         mass = mass_of(x);
-        cached = cached_slope_of(a, r, predicted);
+        cached = cached_slope_of(a, r, SLOPE_FACTOR * predicted);
         sums.slope = fmaf(mass, cached, sums.slope);
         if (HAS_CORNER) {
             const float term = root * term_over_root(a, r);

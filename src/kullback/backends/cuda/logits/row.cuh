@@ -179,8 +179,8 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
 
 #if SUMS_FROM_MOMENTS
-/* A row's sum is what is left of a moment and the difference of log-sum-exps, log2: of these 1.5e-7 is rounded. Where near rows
-   have a cheap way, less than so much of it counts as near. */
+/* A row's sum is what is left of a moment and the difference of log-sum-exps against the maxima that were estimated, log2: of
+   these 1.5e-7 is rounded. Where near rows have a cheap way, less than so much of it counts as near. */
 #define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
@@ -255,8 +255,8 @@ INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fou
     return false;
 }
 
-/* The same of one that is not. seems_close: whether its sum is foreseen to be less than masses and slopes show */
-INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool seems_close)
+/* The same of one that is not. is_close: whether its sum is less than masses and slopes show */
+INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool is_close)
 {
     const bool is_caching = CACHES_SLOPES;
 #if HAS_NEAR
@@ -274,8 +274,7 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
         return is_served;
     }
 #endif
-    const bool was_close = found.sums.term != 0 && !is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM);
-    if (seems_close || was_close || (FORESEES_CLOSE && !has_finite_exponents(found.stats)))
+    if (is_close || (FORESEES_CLOSE && !has_finite_exponents(found.stats)))
         return false;
     found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, predicted);
     found.cached = fast_scale(slice.a, found.stats, predicted);
@@ -305,7 +304,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const bool is_far_first = SAMPLES_SPREAD ? !seems_near(slice, group, found.stats) : most >= 1.5f * MIN_FAST_SUM;
     if (is_far_first && (sum_far(slice, pipeline, group, found, predicted) || !warp_all(is_finite(found.sums))))
         return;
-    const bool is_served = sum_close(slice, pipeline, group, found, predicted, most < REVERSE_KL_FACTOR * MIN_NEAR_SUM);
+    const bool is_close = is_far_first ? !is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM) : most < REVERSE_KL_FACTOR * MIN_NEAR_SUM;
+    const bool is_served = sum_close(slice, pipeline, group, found, predicted, is_close);
     /* The sum decides, and not what is foreseen of it: exchanging p and q changes nothing of a symmetric kind's. */
     if (FORESEES_CLOSE && is_served && !is_far_first && is_well_conditioned(found.sums)) {
         found.mode = SAFE;
