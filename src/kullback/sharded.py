@@ -89,7 +89,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Local(torch.autograd.Function):
-    """`to_local`, whose gradient has the shape and stride of the whole tensor.
+    """`to_local`, whose gradient has the shape of the whole tensor, and is contiguous.
 
     torch's has the stride of equal parts. Where parts are unlike that is not the leaf's, and autograd copies the
     gradient; torch 2.11 makes that copy Replicate(), by a gather.
