@@ -29,16 +29,24 @@ typedef struct {
 /* Of so many tokens together it is decided how their terms are found. */
 enum { GROUP = 128 };
 
+INLINE real log_q_of(real x, const Row *row)
+{
+    return (x - row->input_max) * row->input_inv_temperature - row->input_log_sum_exp;
+}
+
+INLINE real log_p_of(real y, const Row *row)
+{
+    return (y - row->target_max) * row->target_inv_temperature - row->target_log_sum_exp;
+}
+
 /* The longest log-ratio of a group; infinite also of NaN */
 INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
 {
-    const real x_scale = row->input_inv_temperature, y_scale = row->target_inv_temperature;
     real longest = 0;
     (void)softcaps;
 #pragma omp simd reduction(max: longest)
     for (int64_t i = 0; i < n; i++) {
-        const real log_q = (COUNTED_X(LOAD_X(x[i])) - row->input_max) * x_scale - row->input_log_sum_exp;
-        const real log_p = (COUNTED_Y(LOAD_Y(y[i])) - row->target_max) * y_scale - row->target_log_sum_exp;
+        const real log_q = log_q_of(COUNTED_X(LOAD_X(x[i])), row), log_p = log_p_of(COUNTED_Y(LOAD_Y(y[i])), row);
         const real apart = safe_abs(log_p - log_q), of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY;
         longest = of_number > longest ? of_number : longest;
     }
@@ -54,9 +62,7 @@ INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softca
 /* √(p·q) */
 INLINE real root_of(real x, real y, const Row *row)
 {
-    const real log_q = (x - row->input_max) * row->input_inv_temperature - row->input_log_sum_exp;
-    const real log_p = (y - row->target_max) * row->target_inv_temperature - row->target_log_sum_exp;
-    return safe_exp((real)0.5 * (log_p + log_q));
+    return safe_exp((real)0.5 * (log_p_of(y, row) + log_q_of(x, row)));
 }
 
 INLINE real ratio_of(real x, real y, const Row *row)

@@ -35,8 +35,8 @@ class Series(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def series(kind: str, parameter: float) -> Series | None:
     """Near-minimax fits in float64; None where so many terms do not reach: parameters far out, a corner at p = q."""
-    term = _fit(lambda r: element_at(kind, parameter, r).term, 2, TERMS - 1, RADIUS, TOLERANCE)
-    difference = _fit(lambda r: _difference(element_at(kind, parameter, r)), 1, TERMS, RADIUS, TOLERANCE)
+    term = _fit(lambda r: element_at(kind, parameter, r).term, 2)
+    difference = _fit(lambda r: _difference(element_at(kind, parameter, r)), 1)
     return None if term is None or difference is None else Series((0.0, *term), difference)
 
 
@@ -45,15 +45,14 @@ def _difference(element: Element) -> Tensor:
     return found
 
 
-def _fit(
-    values_of: Callable[[Tensor], Tensor], first: int, count: int, radius: float, tolerance: float
-) -> tuple[float, ...] | None:
-    """Factors of r^first and of the powers that follow, so many: near-minimax. None where they are not good enough.
+def _fit(values_of: Callable[[Tensor], Tensor], first: int) -> tuple[float, ...] | None:
+    """Factors of r^first to r^TERMS: near-minimax. None where they are not good enough.
 
     They are the coefficients of the truncated Chebyshev series of the values over r^first, by quadrature at the nodes.
     """
     nodes = torch.cos(math.pi * (torch.arange(32, dtype=torch.float64, device="cpu") + 0.5) / 32)  # Chebyshev's
-    values = values_of(radius * nodes) / nodes**first
+    values = values_of(RADIUS * nodes) / nodes**first
+    count = TERMS + 1 - first
     polynomials = torch.eye(count, dtype=torch.float64, device="cpu")  # Chebyshev's, by their coefficients
     for k in range(2, count):
         polynomials[k] = 2 * polynomials[k - 1].roll(1) - polynomials[k - 2]
@@ -64,10 +63,10 @@ def _fit(
     # An even or odd function stays one, so that exchanging p and q changes no bit.
     factors = torch.where(factors.abs() < 1e-11 * factors.abs().max(), 0.0, factors)
     exponents = torch.arange(first, first + count, device="cpu")
-    factors /= radius**exponents
-    ratio = torch.linspace(0.01, radius, 50, dtype=torch.float64, device="cpu")
+    factors /= RADIUS**exponents
+    ratio = torch.linspace(0.01, RADIUS, 50, dtype=torch.float64, device="cpu")
     for r in (ratio, -ratio):
         found, wanted = (r.unsqueeze(-1) ** exponents) @ factors, values_of(r)
-        if not bool(((found - wanted).abs() <= tolerance * wanted.abs()).all()):
+        if not bool(((found - wanted).abs() <= TOLERANCE * wanted.abs()).all()):
             return None
     return tuple(factors.tolist())
