@@ -162,10 +162,11 @@ class Case(NamedTuple):
         chip_bytes = shared if mode.fits else 0
         shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes).shape
         assert shape.resident == mode.fits
-        polynomials = logits.near_of(problem, problem.parameter, mode.verb)
+        dtypes = x, y, *(mode.gradients or (x, y))
+        polynomials = logits.near_of(problem, problem.parameter, mode.verb, dtypes, mode.wants)
         variant = logits.Variant(
             *self[1:4],
-            *(x, y, *(mode.gradients or (x, y)), torch.float64, torch.float32),
+            *(*dtypes, torch.float64, torch.float32),
             verb=mode.verb,
             known=mode.known,
             has_outputs=mode.verb != "gradient",

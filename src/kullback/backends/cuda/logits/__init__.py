@@ -193,7 +193,7 @@ def _prepared(
     is_mixed = problem.is_mixed and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
-    polynomials = near_of(problem, parameter, verb)
+    polynomials = near_of(problem, parameter, verb, dtypes, wants)
     variant = Variant(
         kind,
         form,
@@ -231,10 +231,12 @@ def _prepared(
     return _launcher(index, placed, variant), setup
 
 
-def near_of(problem: Problem, parameter: float, verb: Verb = "loss") -> Near | None:
-    """Of losses of rows whose sums follow from slopes, and not from moments."""
+def near_of(problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool]) -> Near | None:
+    """Of losses of rows whose sums follow from slopes, and not from moments, where logits or gradients have 16 bits."""
+    written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
+    is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
     has_slopes = problem.is_normalised and not problem.has_moments and slopes_of(problem.kind) is not None
-    return near(problem.kind, parameter) if has_slopes and verb == "loss" else None
+    return near(problem.kind, parameter) if is_coarse and has_slopes and verb == "loss" else None
 
 
 def _as_cached(kind: str, slope: tuple[float, ...]) -> tuple[float, ...]:
