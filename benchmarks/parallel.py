@@ -150,9 +150,23 @@ def eager(kind: str, x: Tensor, y: Tensor) -> Tensor:
     return reference.rows(kind, "logits", x.float(), y.float(), **DIVERGENCES[kind].defaults).mean()
 
 
+@functools.cache
+def exchanging() -> dist.ProcessGroup | None:
+    """All ranks, whose kernels exchange numbers of rows themselves; None where they cannot."""
+    group = dist.new_group()
+    try:
+        kullback.enable_symmetric_memory(group)
+    except RuntimeError as error:
+        print(error)
+        return None
+    return group
+
+
 def contestants(kind: str):
     """Names, losses, and whether they take slices; else the whole rows, on one GPU."""
     yield "one GPU", functools.partial(kullback.divergence, kind=kind), False
+    if exchanging():
+        yield "kullback, in the kernel", functools.partial(kullback.divergence, kind=kind, group=exchanging()), True
     yield "kullback", functools.partial(kullback.divergence, kind=kind, group=dist.group.WORLD), True
     compiled = torch.compile(functools.partial(eager, kind))
     yield "eager, gathered", lambda x, y: eager(kind, GatherVocabulary.apply(x), GatherVocabulary.apply(y)), True
@@ -200,14 +214,20 @@ def dense(kind: str, rows: int, vocab: int, device: torch.device, clock: Clock) 
             student.grad = None
             entry["peak_bytes"] = clock.peak(run)
         except torch.OutOfMemoryError as error:  # a rival's failure is a result too, and every rank has it
-            if name in ("one GPU", "kullback"):
+            if name == "one GPU" or name.startswith("kullback"):
                 raise
             entry["failed"] = str(error).splitlines()[0][:200]
         entries.append(entry)
         student.grad = None
-    result = {"case": {"rows": rows, "vocab": vocab, "kind": kind, "ranks": world}, "results": entries}
+    case = {"rows": rows, "vocab": vocab, "kind": kind, "inputs": "random", "ranks": world}
+    result = {"case": case, "results": entries}
     measured = parts(kind, slices, clock)
-    return result | {"parts": measured, "forecast": forecast(entries[0]["seconds"], measured, world)}
+    seconds = {entry["name"]: entry["seconds"] for entry in entries if "seconds" in entry}
+    one, two = seconds["one GPU"], seconds.get("kullback, in the kernel")
+    result |= {"parts": measured, "forecast": forecast(one, measured, world)}
+    if two is not None:
+        result["forecast in the kernel"] = forecast_in_kernel(one, two, world)
+    return result
 
 
 def parts(kind: str, slices: list[Tensor], clock: Clock) -> dict[str, float]:
@@ -247,6 +267,12 @@ def forecast(one: float, found: dict[str, float], world: int) -> dict:
     return {n: {"seconds": seconds, "of_one": one / seconds} for n, seconds in expected.items()}
 
 
+def forecast_in_kernel(one: float, measured: float, world: int) -> dict:
+    """What a kernel's rows take beyond their share of one GPU's time, they take of any share: waiting for other ranks."""
+    expected = {n: one / n + measured - one / world for n in (2, 4, 8)}
+    return {n: {"seconds": seconds, "of_one": one / seconds} for n, seconds in expected.items()}
+
+
 def hidden_states(kind: str, rows: int, hidden: int, vocab: int, device: torch.device, clock: Clock) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -265,6 +291,8 @@ def hidden_states(kind: str, rows: int, hidden: int, vocab: int, device: torch.d
             (gradients[0].tensor_split(world, 0)[rank], None),
         ),
     }
+    if exchanging():
+        cases["kullback, in the kernel"] = (cases["kullback"][0], place | {"group": exchanging()}, cases["kullback"][2])
     head_gradient = gradients[1].tensor_split(world, 0)[rank]
     entries = []
     for name, (tensors, options, (d_hidden, d_head)) in cases.items():
@@ -298,7 +326,8 @@ def graph(rows: int, vocab: int, device: torch.device, clock: Clock) -> dict:
     wide = bench.make_inputs(rows, vocab, torch.bfloat16, "logits", device.type)
     x, y = (t.tensor_split(world, -1)[rank].contiguous() for t in wide)
     x.requires_grad_()
-    run = lambda: torch.autograd.grad(kullback.divergence(x, y, group=dist.group.WORLD), x)[0]
+    group = exchanging() or dist.group.WORLD
+    run = lambda: torch.autograd.grad(kullback.divergence(x, y, group=group), x)[0]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -320,6 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for parallel.json")
     parser.add_argument("--small", action="store_true", help="shapes for a CPU")
+    parser.add_argument("--only", nargs="*", default=["dense", "linear", "graph"], help="which to measure")
     arguments = parser.parse_args()
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpus else torch.device("cpu")
@@ -344,9 +374,11 @@ def main() -> None:
         latency[size] = clock.seconds(lambda given=given: parallel.all_gather(given, dist.group.WORLD))
     save("all_gather_seconds", latency)
     for kind in ("kl", "jensen_shannon"):
-        save(f"dense {kind}", dense(kind, *(SMALL_DENSE if arguments.small else DENSE), device, clock))
-        save(f"linear {kind}", hidden_states(kind, *(SMALL_LINEAR if arguments.small else LINEAR), device, clock))
-    if has_gpus:
+        if "dense" in arguments.only:
+            save(f"dense {kind}", dense(kind, *(SMALL_DENSE if arguments.small else DENSE), device, clock))
+        if "linear" in arguments.only:
+            save(f"linear {kind}", hidden_states(kind, *(SMALL_LINEAR if arguments.small else LINEAR), device, clock))
+    if has_gpus and "graph" in arguments.only:
         save("graph", graph(*(SMALL_DENSE if arguments.small else DENSE), device, clock))
     if is_first:
         table(result)
@@ -376,7 +408,8 @@ def table(result: dict) -> None:
                 print("     forward {:.3f} ms; in a row {:.3f} ms".format(*(1e3 * t for t in others)))
         if "parts" in of:
             print("  parts, µs:", {k: round(v * 1e6, 1) for k, v in of["parts"].items()})
-            print("  forecast:", {n: f"{f['of_one']:.2f} x" for n, f in of["forecast"].items()})
+            for name in ("forecast", "forecast in the kernel"):
+                print(f"  {name}:", {n: f"{f['of_one']:.2f} x" for n, f in of.get(name, {}).items()})
     if "graph" in result:
         print("\nCUDA graph of kl:", result["graph"])
 

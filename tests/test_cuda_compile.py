@@ -64,6 +64,7 @@ class Logits(NamedTuple):
     capped: bool = False
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
     mixed: bool = False  # whether a row's loss is more than its divergence
+    peers: bool = False  # whether each rank has a slice of the rows
 
 
 LITERAL = {
@@ -93,6 +94,8 @@ LOGITS = {
     "labels, both gradients": Logits(50257, True, BOTH, mixed=True),
     "labels, short rows": Logits(1000, False, BOTH, mixed=True),
     "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, mixed=True),
+    "slices, rows and gradient": Logits(64128, True, INPUT, peers=True),
+    "slices, rows and both gradients": Logits(25129, True, BOTH, peers=True),
     "statistics": Logits(32000, True, NONE, "statistics"),
     "statistics of short rows": Logits(1000, False, NONE, "statistics"),
     "sums": Logits(32000, False, NONE, "accumulate"),
@@ -173,6 +176,7 @@ class Case(NamedTuple):
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             mixed=mode.mixed,
+            has_peers=mode.peers,
             near_step=0 if polynomials is None else polynomials.step,
         )
         return logits.source(variant, shape)

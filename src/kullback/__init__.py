@@ -14,6 +14,7 @@ from kullback.functional import (
 from kullback.modules import DivergenceLoss, KLDivLoss, LinearDivergenceLoss
 from kullback.parallel import checking_ranks
 from kullback.statistics import RowStatistics, TopKRowStatistics
+from kullback.symmetric import enable_symmetric_memory
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "checking_ranks",
     "collecting_statistics",
     "divergence",
+    "enable_symmetric_memory",
     "kl_div",
     "linear_divergence",
     "linear_row_statistics",

@@ -31,6 +31,17 @@ class Operands(NamedTuple):
         return self[2:]
 
 
+class Peers(NamedTuple):
+    """Memory in which ranks that each have a slice of the rows find what others sent (symmetric.py)."""
+
+    mailboxes: int  # the address, on the device, of the addresses of each rank's
+    launches: int  # and of how many launches there were, the one to come included
+    rank: int
+    ranks: int
+    rows: int  # that there is room for
+    timeout: int  # milliseconds that a rank waits for another
+
+
 class Rows(NamedTuple):
     """Rows of a problem: what is read, what is wanted, and where that goes. None: not given, or not wanted.
 
@@ -48,6 +59,7 @@ class Rows(NamedTuple):
     d_input: Tensor | None = None  # of the input's dtype; of float32 logits it may be of 16 bits
     d_target: Tensor | None = None
     figures: Tensor | None = None  # [2, rows], with a loss of logits: the input's log-sum-exp, and its entropy
+    peers: Peers | None = None  # who have the rest of each row, where a kernel is to ask them
 
     @property
     def input(self) -> Tensor:

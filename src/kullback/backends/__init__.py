@@ -126,6 +126,11 @@ def run(work: Work, only: str | None = None) -> None:
         work.join(parts)
 
 
+def can_ask_peers(work: Rows) -> bool:
+    """Whether a kernel can do a loss of rows of which other ranks have the rest, given `peers`."""
+    return cuda.can_ask_peers(work)
+
+
 def _failed(name: str, error: BuildError, is_forced: bool) -> str:
     """The reason; a failure that makes another backend run is told once."""
     reason = str(error)

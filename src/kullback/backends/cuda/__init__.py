@@ -21,6 +21,13 @@ def why_not(work: Work) -> str | None:
     return unavailable(tensor.get_device()) or why_not_here(work)
 
 
+def can_ask_peers(work: Rows) -> bool:
+    """Whether a kernel can do a loss of rows of which other ranks have the rest, given `peers`."""
+    problem = work.problem
+    has_logits = problem.input.form == problem.target.form == "logits"
+    return has_logits and not problem.is_mixed and why_not(work) is None and logits.stays_on_chip(work)
+
+
 def why_not_here(work: Work) -> str | None:
     """The same of tensors on a device that can run kernels."""
     if isinstance(work, Rows):

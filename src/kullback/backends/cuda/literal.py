@@ -69,7 +69,7 @@ def _launcher(index: int, flat: bool, lanes: int, *fields: Any) -> tuple[Launche
 
 
 def run(work: Rows) -> None:
-    problem, (x, y, weight, _), verb, scale, *others = work
+    problem, (x, y, weight, _), verb, scale, *others, _ = work
     known, found, loss, total, d_input, d_target, _ = others
     if found is not None and verb == "loss" and problem.formula.finish_is_linear:
         found.zero_()  # the same state for all rows: the kernel writes none

@@ -224,6 +224,26 @@ INLINE void mbarrier_wait_cluster(Mbarrier *barrier, unsigned phase)
 /* What this thread wrote to shared memory comes before bulk copies into it that a barrier orders after. */
 INLINE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/* To and from memory that several devices see */
+INLINE void st_relaxed_sys(unsigned long long *address, unsigned long long x)
+{
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(address), "l"(x) : "memory");
+}
+
+INLINE unsigned long long ld_relaxed_sys(const unsigned long long *address)
+{
+    unsigned long long result;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(result) : "l"(address) : "memory");
+    return result;
+}
+
+INLINE unsigned long long globaltimer() /* nanoseconds */
+{
+    unsigned long long result;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(result));
+    return result;
+}
+
 /* From global to shared memory; bytes and both addresses are multiples of 16. */
 INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier)
 {

@@ -8,6 +8,7 @@ import struct
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from kullback.backends.arguments import after_tensors, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
@@ -25,7 +26,7 @@ from kullback.work import Rows, Verb
 ARGUMENTS = (
     text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS)).replace("NEAR_TERMS", str(NEAR_TERMS))
 )
-OPERANDS, SETUP = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup"))
+OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup", "Ranks"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 D_INPUT = list(OPERANDS).index("d_input")  # and behind it d_target
 
@@ -55,6 +56,7 @@ class Variant(NamedTuple):
     capped: tuple[bool, bool]
     mixed: bool = False  # whether a row's loss is more than its divergence
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
+    has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
     near_step: int = 0  # of the polynomials that rows which are near are summed by; 0: there are none
 
 
@@ -76,6 +78,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "TARGET_IS_CAPPED": variant.capped[1],
         "IS_MIXED": variant.mixed,
         "WANT_FIGURES": variant.figures,
+        "HAS_PEERS": variant.has_peers,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
@@ -101,7 +104,8 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
     layout = print_layout(formula(variant.kind, *forms).has_tilted_lse)
     printed = f'#include "cuda/logits/fast_math.cuh"\nnamespace kullback {{\n{layout}{functor}{slopes}}}\n'
     bounds = f"__launch_bounds__({shape.threads}, {shape.min_blocks})"
-    entry = print_entry("kullback_logits", bounds, {"Operands": OPERANDS, "Setup": SETUP})
+    structs = {"Operands": OPERANDS, "Setup": SETUP} | ({"Ranks": RANKS} if variant.has_peers else {})
+    entry = print_entry("kullback_logits", bounds, structs)
     return print_macros(macros) + inlined("cuda/logits/kernel.cuh", {"cuda/functor.cuh": printed}) + entry
 
 
@@ -125,7 +129,7 @@ def why_not(work: Rows) -> str | None:
 
 
 def run(work: Rows) -> None:
-    problem, (x, y, *of_rows), verb, scale, *others = work
+    problem, (x, y, *of_rows), verb, scale, *others, peers = work
     known, found, loss, total, d_input, d_target, figures = others
     rows, vocab = x.shape
     index = x.get_device()
@@ -148,6 +152,7 @@ def run(work: Rows) -> None:
         output is not None or found is not None,
         (d_input is not None, d_target is not None),
         figures is not None,
+        peers is not None,
         0 if is_streamed or not _in_phase(vectors, strides, rows, dtypes) else chip_bytes(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
@@ -166,7 +171,20 @@ def run(work: Rows) -> None:
             scale=scale,
         ),
         *setup,
+        *(() if peers is None else peers),
     )
+
+
+def stays_on_chip(work: Rows) -> bool:
+    """Whether a launch reads the rows once, so that it could exchange numbers of them with other ranks."""
+    (x, y, *_), (d_x, d_y), wants = work.operands, (work.d_input, work.d_target), work.wants
+    tensors = (x, y, d_x, d_y)
+    dtypes = x.dtype, y.dtype, (x if d_x is None else d_x).dtype, (y if d_y is None else d_y).dtype
+    addresses, strides = (
+        [0 if t is None else of(t) for t in tensors] for of in (Tensor.data_ptr, lambda t: t.stride(0))
+    )
+    chip = chip_bytes(x.get_device()) if _in_phase(addresses, strides, x.size(0), dtypes) else 0
+    return layout(work.problem, x.size(1), *dtypes[:2], wants, False, chip).shape.resident
 
 
 @functools.lru_cache(maxsize=1024)
@@ -183,6 +201,7 @@ def _prepared(
     has_outputs: bool,
     wants: tuple[bool, bool],
     has_figures: bool,
+    has_peers: bool,
     chip_bytes: int,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
@@ -208,6 +227,7 @@ def _prepared(
         capped,
         is_mixed,
         has_figures,
+        has_peers,
         0 if polynomials is None else polynomials.step,
     )
     setup = Setup(

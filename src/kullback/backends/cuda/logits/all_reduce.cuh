@@ -1,8 +1,7 @@
 /* What the threads of a row, of all its blocks, tell one another. */
 #pragma once
 
-#include "cuda/logits/pipeline.cuh"
-#include "cuda/warp.cuh"
+#include "cuda/logits/ranks.cuh"
 
 namespace kullback {
 
@@ -87,9 +86,15 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     for (int step = MAX_CLUSTER / 2; step; step /= 2)
         mine = reduce(mine, shfl_xor(mine, step));
 #endif
+#if HAS_PEERS
+    mine = all_ranks_reduced<COUNT>(a, group, shfl((float)mine, lane % OF_EXCHANGE * EACH % 32), reduce);
+    enum { HOLDER = 1 };
+#else
+    enum { HOLDER = EACH };
+#endif
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
-        values[k] = shfl((float)mine, k * EACH);
+        values[k] = shfl((float)mine, k * HOLDER);
 }
 
 /* Σ of terms and of their partial derivatives */

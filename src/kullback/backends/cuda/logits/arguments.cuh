@@ -39,7 +39,15 @@ struct Setup {
     int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [values, cluster · WARPS] floats */
 };
 
-struct Arguments : Operands, Setup {
+/* Where ranks have slices of the rows: how they exchange numbers (ranks.cuh) */
+struct Ranks {
+    unsigned long long *const *mailboxes; /* [ranks]: each one's, as this device sees it */
+    const long long *launches;            /* so far, this one included */
+    unsigned rank, ranks, mailbox_rows;
+    unsigned timeout; /* milliseconds */
+};
+
+struct Arguments : Operands, Setup, Ranks {
     float exponent; /* of the Chernoff coefficient that statistics sum */
 };
 

@@ -11,6 +11,7 @@
 #define TARGET_IS_LOGITS 1
 #define IS_MIXED 0        /* whether a row's loss is more than its divergence (labels.cuh) */
 #define WANT_FIGURES 0    /* whether a row's log-sum-exp and entropy are wanted */
+#define HAS_PEERS 0       /* whether each rank has a slice of the rows (ranks.cuh) */
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
 #define RESIDENT 1        /* whether rows stay on chip (sm_90 and later), or are read again for each pass */
 #define CACHES_SLOPES 0   /* whether the sweep that sums a row that is far leaves masses and slopes in its place */

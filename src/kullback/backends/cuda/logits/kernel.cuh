@@ -28,7 +28,9 @@ template <typename F> INLINE void each_row(const Arguments &a, unsigned first, u
 INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
     Sample next = {};
+#if !HAS_PEERS
     RowMax row_max = {};
+#endif
 #if IS_MIXED
     Label label = {};
 #endif
@@ -39,8 +41,21 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             next.take(a, r);
     };
     take_next(first_row(group.index));
+#if HAS_PEERS
+    /* Other ranks get estimates as many rows before, too. */
+    const auto send_next = [&](unsigned first) {
+        send_estimate(a, first + lane / Sample::PARTS * row_step(), lane % Sample::PARTS, next.estimated_max(a));
+        take_next(first + Sample::ROWS * row_step());
+    };
+    send_next(first_row(group.index));
+#endif
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) {
         const unsigned turn = group.turn++ % Sample::ROWS;
+#if HAS_PEERS
+        if (turn == 0)
+            send_next(r + Sample::ROWS * row_step());
+        const RowMax own = received_estimate(a, r); /* though none be read: each rank waits for all others in each launch */
+#else
         if (turn == 0) {
             row_max = next.estimated_max(a);
 #if IS_MIXED
@@ -48,6 +63,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #endif
             take_next(r + Sample::ROWS * row_step());
         }
+#endif
         if (!is_read)
             return;
         const Slice slice = slice_of(a, r, cta_rank());
@@ -63,7 +79,9 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             cp_async_bulk_prefetch_L2(x, (unsigned)slice.vectors * (unsigned)X_BYTES);
             cp_async_bulk_prefetch_L2(y, (unsigned)slice.vectors * (unsigned)Y_BYTES);
         }
+#if !HAS_PEERS
         const RowMax own = { shfl(row_max.x, turn * Sample::PARTS), shfl(row_max.y, turn * Sample::PARTS) };
+#endif
         if (is_first)
             each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
                 mbarrier_wait(tile.empty(), tile.phase ^ 1);

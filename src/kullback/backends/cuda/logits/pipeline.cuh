@@ -107,7 +107,13 @@ struct RowGroup {
     unsigned cluster;  /* blocks of the cluster */
     /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; rows that were read so far, of the
        producer of all. Together: a register more would spill. */
+#if HAS_PEERS
+    unsigned exchanges : 2, has_label : 1, sent : 5, turn : 24; /* to other ranks, of the row */
+    unsigned row;
+
+#else
     unsigned exchanges : 2, has_label : 1, turn : 29;
+#endif
 };
 
 /* This block's rank in the cluster, asked for each time: kept, it would spill. */
@@ -116,6 +122,9 @@ INLINE unsigned cta_rank() { return cluster_ctarank(); }
 #else
 INLINE unsigned cta_rank() { return 0; }
 #endif
+
+/* Of all the row's */
+INLINE bool is_first_thread(const RowGroup &group) { return group.thread == 0 && cta_rank() == 0; }
 
 /* All threads of the group have come here. */
 INLINE void group_sync(const RowGroup &group) { bar_sync<THREADS_PER_ROW>(group.index + 1); }

@@ -169,8 +169,11 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
         const float others = Series(a, opaque(stats)).others(slice, pipeline, group);
-        const float most = (float)(group.cluster * THREADS_PER_ROW * WIDTH) / 64;
-        return warp_all(all_reduced(a, pipeline, group, SlopeSums { others }).p <= most);
+        float sampled = (float)(group.cluster * THREADS_PER_ROW * WIDTH);
+        const SlopeSums sums = all_reduced(a, pipeline, group, SlopeSums { others, HAS_PEERS && is_first_thread(group) ? sampled : 0 });
+        if (HAS_PEERS) /* ranks decide alike */
+            sampled = sums.q;
+        return warp_all(sums.p <= sampled / 64);
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
     return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
@@ -227,8 +230,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
 #if SAMPLES_SPREAD
-    const int sampled = min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
-    return warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * (float)sampled);
+    const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
+    return warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * sampled);
 #endif
     return false;
 }
@@ -463,6 +466,10 @@ INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
 INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
 {
     const Slice slice = slice_of(a, r, cta_rank());
+#if HAS_PEERS
+    group.row = r;
+    group.sent = 0;
+#endif
 #if IS_MIXED
     read_label(slice, group);
 #endif
@@ -490,7 +497,7 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
             term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         if (found.mode == FAST)
             term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
-#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
             if (threadIdx.x % WARP == 0)

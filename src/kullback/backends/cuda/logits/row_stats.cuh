@@ -25,6 +25,7 @@ struct RowStats {
 #if SAMPLES_SPREAD
     float spread = 0;      /* of a sample of neighbours Σ |log-ratio - the other's|, as far as it says something */
 #endif
+    float sampled = 0;     /* how many pairs that is, where other ranks have some of them */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
 #if HAS_NORMALISERS
@@ -84,8 +85,8 @@ struct RowStats {
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { EXPONENTS = WANT_FIGURES && MOMENTS + SAMPLES_SPREAD < 2 }; /* four numbers go at once */
-    float values[2 + MOMENTS + EXPONENTS + SAMPLES_SPREAD] = { stats.x_sum_exp, stats.y_sum_exp };
+    enum { SAMPLED = SAMPLES_SPREAD && HAS_PEERS, EXPONENTS = WANT_FIGURES && MOMENTS + SAMPLES_SPREAD + SAMPLED < 2 };
+    float values[2 + MOMENTS + EXPONENTS + SAMPLES_SPREAD + SAMPLED] = /* four numbers go at once */ { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
@@ -95,10 +96,13 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
 #endif
 #if SAMPLES_SPREAD
     values[2 + MOMENTS + EXPONENTS] = stats.spread;
+    if (SAMPLED)
+        values[2 + MOMENTS + EXPONENTS + SAMPLED] = stats.sampled;
 #endif
     row_all_reduce<float>(a, pipeline, group, values, Add());
 #if SAMPLES_SPREAD
     stats.spread = values[2 + MOMENTS + EXPONENTS];
+    stats.sampled = values[2 + MOMENTS + EXPONENTS + SAMPLED];
 #endif
     stats.x_sum_exp = values[0];
     stats.y_sum_exp = values[1];
@@ -126,6 +130,12 @@ INLINE bool are(bool (*is_such)(float), float x, float y)
     return warp_all((!INPUT_IS_LOGITS || is_such(x)) && (!TARGET_IS_LOGITS || is_such(y)));
 }
 
+/* Neighbours of which `spread` is, in this rank's slice */
+INLINE int sampled_pairs(const Slice &slice, const RowGroup &group)
+{
+    return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
+}
+
 /* The whole row's, against these maxima; FIRST: as of `each_vector` */
 template <bool FIRST>
 INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowMax row_max)
@@ -149,6 +159,8 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         stats.spread += k % 2 ? fminf(fabsf(apart - before), MAX_SPREAD) : 0;
         before = apart;
     });
+    if (HAS_PEERS && is_first_thread(group))
+        stats.sampled = (float)sampled_pairs(slice, group);
 #endif
     stats = all_reduced(a, pipeline, group, stats);
 #if WANT_FIGURES

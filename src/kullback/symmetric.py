@@ -1,0 +1,100 @@
+"""Memory that GPUs of one host see of each other, so that a kernel exchanges numbers of rows while it has them on chip."""
+
+from __future__ import annotations
+
+import datetime
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from kullback.work import Peers
+
+PACKETS = (
+    20  # 64 bits each, of a row and a rank: two halves of an estimate's two and of two exchanges' four (ranks.cuh)
+)
+MAX_RANKS = 8
+
+
+class Mailbox(NamedTuple):
+    """A group's, on this rank."""
+
+    peers: Peers
+    launches: Tensor  # 0-d int64: those so far
+    kept: tuple[object, ...]  # what the addresses are of
+
+
+_mailboxes: dict[str, Mailbox] = {}
+
+
+def enable_symmetric_memory(
+    group: dist.ProcessGroup, *, rows: int = 1 << 15, timeout: datetime.timedelta = datetime.timedelta(minutes=10)
+) -> None:
+    """From now on, let this group's kernels exchange what they need of a row's slices over NVLink, as they read them.
+
+    Divergences of logits with `group` then read each slice once and write its gradient, as on one GPU; by collectives
+    they read it twice or three times. All ranks must call this, once, as for `new_group`. It serves Hopper and later
+    GPUs that see each other's memory: those of one host. A call falls back on collectives, on all ranks alike, where
+    it has labels, more than `rows` rows, or float64.
+
+    It asks more of callers than collectives do:
+
+    - Every rank's slice has to fit its GPU's shared memory: from 2049 tokens of 16 bits (1025 of float32) on, and not
+      more than eight multiprocessors hold. Slices have one layout in memory, such as contiguous.
+    - Calls of a group are in the same order on all ranks, on one stream each. Kernels that wait for other GPUs, such as
+      NCCL's, should not run beside them on another stream: each could wait for multiprocessors that the other has.
+
+    A rank that waits longer than `timeout` for another stops with a device-side assertion.
+
+    Raises:
+        RuntimeError: on all ranks, if on one there is no such memory; the message says why.
+        ValueError: for more than 8 ranks.
+    """
+    if group.size() > MAX_RANKS:
+        raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
+    mailbox, failure = None, None
+    try:
+        mailbox = _mailbox(group, rows, timeout)
+    except (ImportError, RuntimeError) as error:
+        failure = str(error) or repr(error)
+    failures: list[str | None] = [None] * group.size()
+    dist.all_gather_object(failures, failure, group=group)  # none sends before all have emptied theirs
+    for rank, reason in enumerate(failures):
+        if reason is not None:
+            raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
+    assert mailbox is not None
+    _mailboxes[group.group_name] = mailbox
+
+
+def mailbox_of(group: str) -> Mailbox | None:
+    """The group's of that name, if it is enabled."""
+    return _mailboxes.get(group)
+
+
+def _mailbox(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> Mailbox:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        raise RuntimeError("it serves GPUs of compute capability 9.0 or later")
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    packets = symmetric_memory.empty(PACKETS * rows * group.size(), dtype=torch.int64, device=device)
+    packets.zero_()
+    torch.cuda.synchronize()
+    handle = symmetric_memory.rendezvous(packets, group)
+    launches = torch.zeros((), dtype=torch.int64, device=device)
+    return mailbox(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
+
+
+def mailbox(
+    addresses: int,
+    launches: Tensor,
+    rank: int,
+    ranks: int,
+    rows: int,
+    timeout: datetime.timedelta,
+    *kept: object,
+) -> Mailbox:
+    """`addresses`: where the addresses of the ranks' packets lie."""
+    limit = min(int(timeout.total_seconds() * 1e3), 1 << 31)
+    return Mailbox(Peers(addresses, launches.data_ptr(), rank, ranks, rows, limit), launches, kept)

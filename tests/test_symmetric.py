@@ -1,0 +1,132 @@
+"""Kernels that exchange numbers of rows with other ranks': emulated by processes that share memory, and on two GPUs."""
+
+import contextlib
+import os
+import tempfile
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import kullback
+from kullback import backends, symmetric
+from tests import emulation, kinds, oracle, samples
+from tests.ranks import Ranks, counted, spawn
+from tests.tolerances import BF16_CACHED, FLOAT_GRADIENT, LOSS, relative_error
+
+ROWS = 64
+
+
+@contextlib.contextmanager
+def exchanging(ranks: Ranks):
+    """Inside, kernels of all ranks exchange; where there is no GPU, each writes to files that the others have mapped."""
+    if ranks.device.type == "cuda":
+        kullback.enable_symmetric_memory(ranks.group, rows=ROWS, timeout=timedelta(seconds=20))
+        yield
+        return
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    count = symmetric.PACKETS * ROWS * ranks.world
+    boxes = [
+        torch.from_file(f"{folder[0]}/{rank}", shared=True, size=count, dtype=torch.int64)
+        for rank in range(ranks.world)
+    ]
+    boxes[ranks.rank].zero_()
+    dist.barrier()
+    addresses = torch.tensor([box.data_ptr() for box in boxes])
+    launches = torch.zeros((), dtype=torch.int64)
+    mailbox = symmetric.mailbox(
+        addresses.data_ptr(), launches, ranks.rank, ranks.world, ROWS, timedelta(seconds=60), boxes, addresses
+    )
+    symmetric._mailboxes[ranks.group.group_name] = mailbox
+    with pytest.MonkeyPatch.context() as patch, emulation.emulated(patch):
+        emulation.on_chip(patch)
+        yield
+
+
+def batch(dtype, vocab, cut):
+    """Far and close rows; near ones of few far tokens; rows that have nothing in a slice; one that does not count."""
+    generator = torch.Generator().manual_seed(1)
+    return samples.batch(
+        generator,
+        vocab,
+        dtype,
+        far=samples.far(2.0),
+        apart=samples.apart(1.0),
+        some=samples.apart(0.5),
+        near=samples.apart(0.15),
+        closer=samples.apart(0.05),
+        close=samples.apart(0.01),
+        spiked=samples.spiked(0.02, 2.0, 61),
+        peaked=samples.peaked(samples.apart(0.1), 5, 12.0),
+        shifted=samples.shifted(0.05, 40.0),
+        dead=samples.dead,
+        nothing_there=samples.masked(samples.apart(0.5), both=slice(cut, vocab)),
+        nothing_here=samples.masked(samples.apart(0.5), both=slice(0, cut)),
+    )
+
+
+def check_kind(ranks: Ranks, kind: str, dtype: torch.dtype, vocab: int, cuts: list[int]):
+    rows = batch(dtype, vocab, cuts[0])
+    weight = rows.weight(dead=0.0, apart=2.0)
+    counts = weight != 0
+    parameters = kinds.parameters(kind)
+    a, b = (t[counts].double().requires_grad_() for t in (rows.x, rows.y))
+    hidden = torch.isinf(a) & torch.isinf(b)
+    losses = oracle.divergence(a.masked_fill(hidden, -1e5), b.masked_fill(hidden, -1e5), kind, **parameters)
+    truth = (losses * weight[counts]).sum()
+    exact = torch.autograd.grad(truth, (a, b))
+    leaves = [ranks.slice(t, cuts=cuts).requires_grad_() for t in (rows.x, rows.y)]
+    weight = weight.to(ranks.device)
+    both = kullback.divergence(*leaves, kind, row_weight=weight, reduction="sum", group=ranks.group, **parameters)
+    gradients = torch.autograd.grad(both, leaves)
+    student = kullback.divergence(
+        leaves[0], leaves[1].detach(), kind, row_weight=weight, reduction="sum", group=ranks.group, **parameters
+    )
+    (alone,) = torch.autograd.grad(student, leaves[0])
+    with counted() as calls:
+        each = kullback.divergence(
+            *(leaf.detach() for leaf in leaves),
+            kind,
+            row_weight=weight,
+            reduction="none",
+            group=ranks.group,
+            **parameters,
+        )
+    assert calls == [], "a kernel exchanges, and no collective"
+    assert backends.backend_info().name == "cuda"
+    what = f"{kind}, {dtype}"
+    for loss in (both, student, each.sum()):
+        assert relative_error(loss, truth) < LOSS, what
+    for loss in (both, student, each):
+        for other in ranks.everyone(loss.detach()):
+            assert torch.equal(other, loss.detach()), what
+    counts = counts.to(ranks.device)
+    names = [name for name, is_counted in zip(rows.names, counts.tolist(), strict=True) if is_counted]
+    within = FLOAT_GRADIENT if dtype == torch.float32 else BF16_CACHED
+    for ours, of_whole in zip((gradients[0], gradients[1], alone), (exact[0], exact[1], exact[0]), strict=True):
+        assert ours[~counts].count_nonzero() == 0
+        # Of a rank's slice, beside the whole row's: a part of which there is nearly nothing is rounded like the rest.
+        own = ranks.slice(of_whole, cuts=cuts)
+        for name, row, true, whole in zip(names, ours[counts], own, of_whole, strict=True):
+            error = (row.double() - true.to(row.device)).norm() / whole.norm().clamp(min=1e-300)
+            assert error < within, (what, name, float(error))
+
+
+def check_kinds(ranks: Ranks):
+    with exchanging(ranks):
+        for kind in kinds.KINDS:
+            check_kind(ranks, kind, torch.bfloat16, 5931, [3200])
+        for kind in ("kl", "jensen_shannon", "renyi"):
+            check_kind(ranks, kind, torch.float32, 5931, [2400])
+
+
+@pytest.mark.parametrize("world", [2])
+def test_emulated_ranks(world, tmp_path):
+    spawn(check_kinds, world, tmp_path)
+
+
+@pytest.mark.gpus
+def test_two_gpus(tmp_path):
+    spawn(check_kinds, 2, tmp_path, "nccl")
