@@ -268,7 +268,7 @@ def forecast(one: float, found: dict[str, float], world: int) -> dict:
 
 
 def forecast_in_kernel(one: float, measured: float, world: int) -> dict:
-    """What a kernel's rows take beyond their share of one GPU's time, they take of any share: waiting for other ranks."""
+    """What rows take beyond their share of one GPU's time, waiting for other ranks, they take of any share."""
     expected = {n: one / n + measured - one / world for n in (2, 4, 8)}
     return {n: {"seconds": seconds, "of_one": one / seconds} for n, seconds in expected.items()}
 

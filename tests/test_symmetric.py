@@ -1,7 +1,6 @@
 """Kernels that exchange numbers of rows with other ranks': emulated by processes that share memory, and on two GPUs."""
 
 import contextlib
-import os
 import tempfile
 from datetime import timedelta
 
@@ -20,7 +19,7 @@ ROWS = 64
 
 @contextlib.contextmanager
 def exchanging(ranks: Ranks):
-    """Inside, kernels of all ranks exchange; where there is no GPU, each writes to files that the others have mapped."""
+    """Inside, kernels of all ranks exchange; without GPUs each writes to files that the others have mapped."""
     if ranks.device.type == "cuda":
         kullback.enable_symmetric_memory(ranks.group, rows=ROWS, timeout=timedelta(seconds=20))
         yield

@@ -1,4 +1,4 @@
-"""Memory that GPUs of one host see of each other, so that a kernel exchanges numbers of rows while it has them on chip."""
+"""Memory that GPUs of one host see of each other: kernels exchange numbers of rows there while rows are on chip."""
 
 from __future__ import annotations
 
