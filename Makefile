@@ -50,7 +50,7 @@ test-gpu:                        ## on a machine with a CUDA device, by the Pyth
 	PYTHONPATH=src $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark -m gpu tests
 
 test-gpus:                       ## on a machine with two CUDA devices: NCCL
-	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests/test_parallel.py
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests/test_parallel.py tests/test_symmetric.py
 
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \

@@ -163,7 +163,7 @@ class Case(NamedTuple):
         is_streamed = mode.known or mode.verb == "accumulate"
         shared = plan.SMALL_SHARED if self.arch == "sm_120a" else plan.SHARED
         chip_bytes = shared if mode.fits else 0
-        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes).shape
+        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes, mode.peers).shape
         assert shape.resident == mode.fits
         dtypes = x, y, *(mode.gradients or (x, y))
         polynomials = logits.near_of(problem, problem.parameter, mode.verb, dtypes, mode.wants)

@@ -122,6 +122,7 @@ MAX_CLUSTER = 8  # the largest that every device admits
 # Threads that share a row and rows that a block works on, where a short slice is to be had for many rows, and where
 # a row takes all the stages. With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 MAX_REGISTER_VECTORS = 4  # of a row, that a thread has registers for
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
@@ -137,13 +138,14 @@ def logits(
     caches_slopes: bool = False,
     light: bool = False,
     labelled: bool = False,
+    waits: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
     `chip_bytes`: shared memory that a block can have for rows; 0 where the device or the tensors admit none on chip.
     `caches_slopes`: whether masses and slopes take the place of rows on chip. `light`: whether the formula leaves
-    registers for a row. `labelled`: whether rows may have labels.
+    registers for a row. `labelled`: whether rows may have labels. `waits`: whether a row waits for other devices.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -151,7 +153,8 @@ def logits(
     vectors = vocab // per_vector
     for cluster in (1, 2, 4, MAX_CLUSTER) if chip_bytes and not short else ():
         slice_vectors = math.ceil(vectors / cluster)
-        for threads, groups in (group for group in ROW_GROUPS if not both or group[0] * group[1] <= MANY_REGISTERS):
+        row_groups = WAITING_ROW_GROUPS if waits else ROW_GROUPS
+        for threads, groups in (group for group in row_groups if not both or group[0] * group[1] <= MANY_REGISTERS):
             exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
             barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
             barrier_bytes += MAX_STAGES * LABEL_BYTES if labelled else 0

@@ -184,7 +184,7 @@ def stays_on_chip(work: Rows) -> bool:
         [0 if t is None else of(t) for t in tensors] for of in (Tensor.data_ptr, lambda t: t.stride(0))
     )
     chip = chip_bytes(x.get_device()) if _in_phase(addresses, strides, x.size(0), dtypes) else 0
-    return layout(work.problem, x.size(1), *dtypes[:2], wants, False, chip).shape.resident
+    return layout(work.problem, x.size(1), *dtypes[:2], wants, False, chip, True).shape.resident
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,7 +205,7 @@ def _prepared(
     chip_bytes: int,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip_bytes)
+    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip_bytes, has_peers)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
@@ -279,6 +279,7 @@ def layout(
     wants: tuple[bool, bool],
     is_streamed: bool,
     chip_bytes: int,
+    has_peers: bool = False,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
     # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
@@ -286,7 +287,7 @@ def layout(
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
     light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light, problem.is_mixed)
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light, problem.is_mixed, has_peers)
 
 
 def caches_slopes(problem: Problem) -> bool:
