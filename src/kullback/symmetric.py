@@ -47,24 +47,40 @@ def enable_symmetric_memory(
 
     A rank that waits longer than `timeout` for another stops with a device-side assertion.
 
+    >>> import torch.distributed as dist, kullback
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> try:
+    ...     kullback.enable_symmetric_memory(dist.group.WORLD)
+    ... except RuntimeError as error:
+    ...     print(error)
+    group has no symmetric memory; rank 0 says: it serves GPUs of compute capability 9.0 or later
+    >>> dist.destroy_process_group()
+
     Raises:
         RuntimeError: on all ranks, if on one there is no such memory; the message says why.
         ValueError: for more than 8 ranks.
     """
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
     mailbox, failure = None, None
     try:
         mailbox = _mailbox(group, rows, timeout)
     except (ImportError, RuntimeError) as error:
         failure = str(error) or repr(error)
+    _agree(group, failure)  # and none sends before all have emptied theirs
+    assert mailbox is not None
+    _mailboxes[group.group_name] = mailbox
+
+
+def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
+    """All ranks raise where one fails: none is left waiting for it."""
     failures: list[str | None] = [None] * group.size()
-    dist.all_gather_object(failures, failure, group=group)  # none sends before all have emptied theirs
+    dist.all_gather_object(failures, failure, group=group)
     for rank, reason in enumerate(failures):
         if reason is not None:
             raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
-    assert mailbox is not None
-    _mailboxes[group.group_name] = mailbox
 
 
 def mailbox_of(group: str) -> Mailbox | None:
@@ -73,8 +89,6 @@ def mailbox_of(group: str) -> Mailbox | None:
 
 
 def _mailbox(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> Mailbox:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
-        raise RuntimeError("it serves GPUs of compute capability 9.0 or later")
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
