@@ -243,11 +243,11 @@ def ranks():
             forward = f"{entry['forward_seconds'] * 1e3:.2f}" if "forward_seconds" in entry else ""
             times = f"{entry['seconds'] * 1e3:.2f} | {one / entry['seconds']:.2f}"
             lines.append(f"| {entry['name']} | {times} | {entry['peak_bytes'] / 1e9:.1f} | {forward} |")
-        for count, foretold in part.get("forecast", {}).items():
-            if count != "2":
-                lines.append(
-                    f"| forecast: {count} GPUs | {foretold['seconds'] * 1e3:.2f} | {foretold['of_one']:.2f} | | |"
-                )
+        for way in ("forecast in the kernel", "forecast"):
+            for count, foretold in part.get(way, {}).items():
+                if count != "2":
+                    times = f"{foretold['seconds'] * 1e3:.2f} | {foretold['of_one']:.2f}"
+                    lines.append(f"| {way.replace('forecast', f'forecast: {count} GPUs')} | {times} | | |")
     return "\n".join(lines)
 
 
