@@ -35,10 +35,10 @@ def exchanging(ranks: Ranks):
     dist.barrier()
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     launches = torch.zeros((), dtype=torch.int64)
-    mailbox = symmetric.mailbox(
+    buffer = symmetric.buffer(
         addresses.data_ptr(), launches, ranks.rank, ranks.world, ROWS, timedelta(seconds=60), boxes, addresses
     )
-    symmetric._mailboxes[ranks.group.group_name] = mailbox
+    symmetric._buffers[ranks.group.group_name] = buffer
     with pytest.MonkeyPatch.context() as patch, emulation.emulated(patch):
         emulation.on_chip(patch)
         yield

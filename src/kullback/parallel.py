@@ -39,7 +39,7 @@ from kullback.state import (
     sums_of,
     unpacked,
 )
-from kullback.symmetric import Mailbox, mailbox_of
+from kullback.symmetric import PacketBuffer, packet_buffer_of
 from kullback.work import Gather, Rows, Scatter, as_rows, row_vector
 
 _checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
@@ -103,8 +103,8 @@ AS_GRADIENT: Any = {"verb": "gradient", "found": None, "loss": None, "total": No
 
 
 def _rows(work: Rows) -> None:
-    mailbox = mailbox_of(work.problem.shard.group)
-    if mailbox is not None and work.verb == "loss" and work.known is None and _in_one_launch(work, mailbox):
+    buffer = packet_buffer_of(work.problem.shard.group)
+    if buffer is not None and work.verb == "loss" and work.known is None and _in_one_launch(work, buffer):
         return
     problem, known = work.problem, work.known
     if work.verb == "loss" or (known is None and state_fields(problem)):
@@ -128,19 +128,19 @@ def _rows(work: Rows) -> None:
         backends.run(work._replace(operands=own, **AS_GRADIENT, known=known))
 
 
-def _in_one_launch(work: Rows, mailbox: Mailbox) -> bool:
+def _in_one_launch(work: Rows, buffer: PacketBuffer) -> bool:
     """Whether a kernel that asks other ranks has done it. What says no is the same on all of them."""
     parts = work.split()
     rows = math.prod(work.input.shape[:-1])
     loss = work.input.new_empty(rows, dtype=torch.float64)
     (part,) = (part._replace(loss=loss, total=None) for part in parts) if len(parts) == 1 else (None,)
-    if part is None or not 0 < rows <= mailbox.peers.rows or backends.forced() not in (None, "cuda"):
+    if part is None or not 0 < rows <= buffer.peers.rows or backends.forced() not in (None, "cuda"):
         return False
     if not backends.can_ask_peers(part):
         return False
     _check_work(work, rows)
-    mailbox.launches.add_(1)
-    backends.run(part._replace(peers=mailbox.peers), only="cuda")
+    buffer.launches.add_(1)
+    backends.run(part._replace(peers=buffer.peers), only="cuda")
     # Each rank adds losses in the same order, however many blocks it has.
     if work.loss is not None:
         work.loss.copy_(loss)

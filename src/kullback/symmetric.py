@@ -17,7 +17,7 @@ PACKETS = (
 MAX_RANKS = 8
 
 
-class Mailbox(NamedTuple):
+class PacketBuffer(NamedTuple):
     """A group's, on this rank."""
 
     peers: Peers
@@ -25,7 +25,7 @@ class Mailbox(NamedTuple):
     kept: tuple[object, ...]  # what the addresses are of
 
 
-_mailboxes: dict[str, Mailbox] = {}
+_buffers: dict[str, PacketBuffer] = {}
 
 
 def enable_symmetric_memory(
@@ -64,14 +64,14 @@ def enable_symmetric_memory(
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
-    mailbox, failure = None, None
+    buffer, failure = None, None
     try:
-        mailbox = _mailbox(group, rows, timeout)
+        buffer = _buffer(group, rows, timeout)
     except (ImportError, RuntimeError) as error:
         failure = str(error) or repr(error)
     _agree(group, failure)  # and none sends before all have emptied theirs
-    assert mailbox is not None
-    _mailboxes[group.group_name] = mailbox
+    assert buffer is not None
+    _buffers[group.group_name] = buffer
 
 
 def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
@@ -83,12 +83,12 @@ def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
             raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
 
 
-def mailbox_of(group: str) -> Mailbox | None:
+def packet_buffer_of(group: str) -> PacketBuffer | None:
     """The group's of that name, if it is enabled."""
-    return _mailboxes.get(group)
+    return _buffers.get(group)
 
 
-def _mailbox(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> Mailbox:
+def _buffer(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> PacketBuffer:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -97,10 +97,10 @@ def _mailbox(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -
     torch.cuda.synchronize()
     handle = symmetric_memory.rendezvous(packets, group)
     launches = torch.zeros((), dtype=torch.int64, device=device)
-    return mailbox(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
+    return buffer(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
 
 
-def mailbox(
+def buffer(
     addresses: int,
     launches: Tensor,
     rank: int,
@@ -108,7 +108,7 @@ def mailbox(
     rows: int,
     timeout: datetime.timedelta,
     *kept: object,
-) -> Mailbox:
+) -> PacketBuffer:
     """`addresses`: where the addresses of the ranks' packets lie."""
     limit = min(int(timeout.total_seconds() * 1e3), 1 << 31)
-    return Mailbox(Peers(addresses, launches.data_ptr(), rank, ranks, rows, limit), launches, kept)
+    return PacketBuffer(Peers(addresses, launches.data_ptr(), rank, ranks, rows, limit), launches, kept)

@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 class Peers(NamedTuple):
     """Memory in which ranks that each have a slice of the rows find what others sent (symmetric.py)."""
 
-    mailboxes: int  # the address, on the device, of the addresses of each rank's
+    buffers: int  # the address, on the device, of the addresses of each rank's
     launches: int  # and of how many launches there were, the one to come included
     rank: int
     ranks: int

@@ -41,9 +41,9 @@ struct Setup {
 
 /* Where ranks have slices of the rows: how they exchange numbers (ranks.cuh) */
 struct Ranks {
-    unsigned long long *const *mailboxes; /* [ranks]: each one's, as this device sees it */
+    unsigned long long *const *buffers; /* [ranks]: each one's, as this device sees it */
     const long long *launches;            /* so far, this one included */
-    unsigned rank, ranks, mailbox_rows;
+    unsigned rank, ranks, buffer_rows;
     unsigned timeout; /* milliseconds */
 };
 

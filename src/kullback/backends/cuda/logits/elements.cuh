@@ -7,9 +7,8 @@
 namespace kullback {
 
 /* Of a row whose sum is below this, distributions count as close: 6e-8, which an element's term may be wrong by, would be more
-   than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. With a corner, errors of slopes add up where the
-   terms do not shrink as squares; polynomials, if they may serve (near.cuh), have none. */
-#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : HAS_CORNER && HAS_NEAR ? 0.15f : 0.02f)
+   than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
+#define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
 
 /* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula (elements.cuh). */
 #define MIN_NEAR_SUM (HAS_TILTED_LSE ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : IS_SMOOTH ? 4e-4f : 5e-3f)

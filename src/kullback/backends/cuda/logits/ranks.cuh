@@ -1,10 +1,10 @@
 /* What ranks that share rows tell one another while they keep their slices on chip.
 
-   Each has a mailbox in memory that the others can write (torch's symmetric memory). A number travels with a flag in one store of
+   Each has a buffer in memory that the others can write (torch's symmetric memory). A number travels with a flag in one store of
    64 bits, as in NCCL's LL protocol: who sees the flag has the number, and no fence is needed. Flags name the launch and, within a
    row, the exchange.
 
-   A mailbox has two halves for launches in turn: a rank begins a launch only after the others have begun the one before, and so
+   A buffer has two halves for launches in turn: a rank begins a launch only after the others have begun the one before, and so
    ended that before it. In each half a row has two slots for exchanges in turn, for the same reason. A rank waits for a row only
    with all rows before it on that cluster done, and what it waits for was sent before the other rank waited: whatever the clusters
    of each, the first row that is not done goes on. */
@@ -30,23 +30,23 @@ INLINE unsigned launch_flag(const Arguments &a) { return (unsigned)__ldg(a.launc
 INLINE unsigned estimate_place(const Arguments &a, unsigned flag, unsigned row, unsigned from)
 {
     const unsigned half = (flag >> 5) % 2 * (OF_ESTIMATE + IN_TURN * OF_EXCHANGE);
-    return (half * a.mailbox_rows + row * OF_ESTIMATE) * a.ranks + from * OF_ESTIMATE;
+    return (half * a.buffer_rows + row * OF_ESTIMATE) * a.ranks + from * OF_ESTIMATE;
 }
 INLINE unsigned exchange_place(const Arguments &a, unsigned flag, unsigned row, unsigned from)
 {
     const unsigned half = (flag >> 5) % 2 * (OF_ESTIMATE + IN_TURN * OF_EXCHANGE) + OF_ESTIMATE;
-    return (half * a.mailbox_rows + (row * IN_TURN + flag % IN_TURN) * OF_EXCHANGE) * a.ranks + from * OF_EXCHANGE;
+    return (half * a.buffer_rows + (row * IN_TURN + flag % IN_TURN) * OF_EXCHANGE) * a.ranks + from * OF_EXCHANGE;
 }
 
 INLINE void send(const Arguments &a, unsigned to, unsigned place, unsigned flag, float value)
 {
-    st_relaxed_sys(a.mailboxes[to] + place, (Packet)flag << 32 | __float_as_uint(value));
+    st_relaxed_sys(a.buffers[to] + place, (Packet)flag << 32 | __float_as_uint(value));
 }
 
 /* What was sent to a lane, if it waits for something. A whole warp calls, and none goes on before all have theirs. */
 INLINE float received(const Arguments &a, bool waits, unsigned place, unsigned flag)
 {
-    const Packet *packet = a.mailboxes[a.rank] + place;
+    const Packet *packet = a.buffers[a.rank] + place;
     const unsigned begin = globaltimer_ms();
     for (;;) {
         const Packet found = waits ? ld_relaxed_sys(packet) : (Packet)flag << 32;
