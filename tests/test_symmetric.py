@@ -35,7 +35,7 @@ def exchanging(ranks: Ranks):
     dist.barrier()
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     launches = torch.zeros((), dtype=torch.int64)
-    buffer = symmetric.buffer(
+    buffer = symmetric.packet_buffer(
         addresses.data_ptr(), launches, ranks.rank, ranks.world, ROWS, timedelta(seconds=60), boxes, addresses
     )
     symmetric._buffers[ranks.group.group_name] = buffer

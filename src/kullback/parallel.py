@@ -130,17 +130,16 @@ def _rows(work: Rows) -> None:
 
 def _in_one_launch(work: Rows, buffer: PacketBuffer) -> bool:
     """Whether a kernel that asks other ranks has done it. What says no is the same on all of them."""
-    parts = work.split()
     rows = math.prod(work.input.shape[:-1])
-    loss = work.input.new_empty(rows, dtype=torch.float64)
-    (part,) = (part._replace(loss=loss, total=None) for part in parts) if len(parts) == 1 else (None,)
-    if part is None or not 0 < rows <= buffer.peers.rows or backends.forced() not in (None, "cuda"):
+    if not 0 < rows <= buffer.peers.rows or backends.forced() not in (None, "cuda"):
         return False
-    if not backends.can_ask_peers(part):
+    parts = work.split()
+    if len(parts) > 1 or not backends.can_ask_peers(parts[0]):
         return False
     _check_work(work, rows)
+    loss = work.input.new_empty(rows, dtype=torch.float64)
     buffer.launches.add_(1)
-    backends.run(part._replace(peers=buffer.peers), only="cuda")
+    backends.run(parts[0]._replace(loss=loss, total=None, peers=buffer.peers), only="cuda")
     # Each rank adds losses in the same order, however many blocks it has.
     if work.loss is not None:
         work.loss.copy_(loss)

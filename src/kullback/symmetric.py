@@ -11,9 +11,7 @@ from torch import distributed as dist
 
 from kullback.work import Peers
 
-PACKETS = (
-    20  # 64 bits each, of a row and a rank: two halves of an estimate's two and of two exchanges' four (ranks.cuh)
-)
+PACKETS = 20  # of 64 bits, for a row and a rank: in two halves an estimate's two and two exchanges' four (ranks.cuh)
 MAX_RANKS = 8
 
 
@@ -66,7 +64,7 @@ def enable_symmetric_memory(
     _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
     buffer, failure = None, None
     try:
-        buffer = _buffer(group, rows, timeout)
+        buffer = _allocated(group, rows, timeout)
     except (ImportError, RuntimeError) as error:
         failure = str(error) or repr(error)
     _agree(group, failure)  # and none sends before all have emptied theirs
@@ -88,7 +86,7 @@ def packet_buffer_of(group: str) -> PacketBuffer | None:
     return _buffers.get(group)
 
 
-def _buffer(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> PacketBuffer:
+def _allocated(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> PacketBuffer:
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -97,10 +95,10 @@ def _buffer(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) ->
     torch.cuda.synchronize()
     handle = symmetric_memory.rendezvous(packets, group)
     launches = torch.zeros((), dtype=torch.int64, device=device)
-    return buffer(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
+    return packet_buffer(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
 
 
-def buffer(
+def packet_buffer(
     addresses: int,
     launches: Tensor,
     rank: int,
