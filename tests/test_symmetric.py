@@ -1,6 +1,7 @@
 """Kernels that exchange numbers of rows with other ranks': emulated by processes that share memory, and on two GPUs."""
 
 import contextlib
+import os
 import tempfile
 from datetime import timedelta
 
@@ -38,7 +39,7 @@ def exchanging(ranks: Ranks):
     buffer = symmetric.packet_buffer(
         addresses.data_ptr(), launches, ranks.rank, ranks.world, ROWS, timedelta(seconds=60), boxes, addresses
     )
-    symmetric._buffers[ranks.group.group_name] = buffer
+    symmetric._buffers[ranks.group] = buffer
     with pytest.MonkeyPatch.context() as patch, emulation.emulated(patch):
         emulation.on_chip(patch)
         yield
@@ -116,6 +117,13 @@ def check_kind(ranks: Ranks, kind: str, dtype: torch.dtype, vocab: int, cuts: li
 SOME = ("kl", "jensen_shannon", "total_variation", "renyi")
 
 
+def check_disagreement(ranks: Ranks):
+    """Slices of which one is too short for a kernel that exchanges."""
+    x = ranks.slice(torch.randn(4, 5000), cuts=[2000]).bfloat16()
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"by collectives.* and .*in one launch"):
+        kullback.divergence(x, x, group=ranks.group)
+
+
 def check_some(ranks: Ranks):
     with pytest.raises(RuntimeError, match="rank 0 says: it serves GPUs"):
         kullback.enable_symmetric_memory(ranks.group)
@@ -123,6 +131,7 @@ def check_some(ranks: Ranks):
         for kind in SOME:
             check_kind(ranks, kind, torch.bfloat16, 5931, [3200])
         check_kind(ranks, "kl", torch.float32, 5931, [2400])
+        check_disagreement(ranks)
 
 
 def check_all(ranks: Ranks):
@@ -145,3 +154,51 @@ def test_all_kinds_of_emulated_ranks(tmp_path):
 @pytest.mark.gpus
 def test_two_gpus(tmp_path):
     spawn(check_all, 2, tmp_path, "nccl")
+
+
+def killed(ranks: Ranks):
+    """The others' kernels end with an assertion after the time-out."""
+    kullback.enable_symmetric_memory(ranks.group, rows=ROWS, timeout=timedelta(seconds=20))
+    x = torch.randn(4, 4096, device=ranks.device)
+    kullback.divergence(x, x, group=ranks.group)  # compiles it, which takes long
+    torch.cuda.synchronize()
+    dist.barrier()
+    if ranks.rank == 1:
+        os._exit(0)
+    kullback.divergence(x, x, group=ranks.group)
+    with pytest.raises(RuntimeError, match="assert"):
+        torch.cuda.synchronize()
+    os._exit(0)  # a barrier would wait for the dead
+
+
+@pytest.mark.gpus
+def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
+    spawn(killed, 2, tmp_path, "nccl")
+
+
+def test_what_cannot_be_enabled():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+            kullback.enable_symmetric_memory(dist.group.WORLD, rows=0)
+        with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
+            kullback.enable_symmetric_memory(dist.group.WORLD, timeout=timedelta())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_of_the_same_name_is_not_enabled():
+    for is_first in (True, False):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            assert symmetric.packet_buffer_of(group) is None
+            if is_first:
+                launches = torch.zeros((), dtype=torch.int64)
+                symmetric._buffers[group] = symmetric.packet_buffer(0, launches, 0, 1, ROWS, timedelta(seconds=1))
+                assert symmetric.packet_buffer_of(group) is not None
+                name = group.group_name
+            else:
+                assert group.group_name == name
+        finally:
+            dist.destroy_process_group()

@@ -103,7 +103,7 @@ AS_GRADIENT: Any = {"verb": "gradient", "found": None, "loss": None, "total": No
 
 
 def _rows(work: Rows) -> None:
-    buffer = packet_buffer_of(work.problem.shard.group)
+    buffer = packet_buffer_of(resolved(work.problem.shard.group))
     if buffer is not None and work.verb == "loss" and work.known is None and _in_one_launch(work, buffer):
         return
     problem, known = work.problem, work.known
@@ -136,7 +136,7 @@ def _in_one_launch(work: Rows, buffer: PacketBuffer) -> bool:
     parts = work.split()
     if len(parts) > 1 or not backends.can_ask_peers(parts[0]):
         return False
-    _check_work(work, rows)
+    _check_work(work, rows, "in one launch")
     loss = work.input.new_empty(rows, dtype=torch.float64)
     buffer.launches.add_(1)
     backends.run(parts[0]._replace(loss=loss, total=None, peers=buffer.peers), only="cuda")
@@ -333,7 +333,7 @@ def begin_sum(tensor: Tensor, group: str) -> Sum:
     return begun
 
 
-def _check_work(work: Rows | Gather, rows: int) -> None:
+def _check_work(work: Rows | Gather, rows: int, how: str = "by collectives") -> None:
     if not _checks.get():
         return
     tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
@@ -341,7 +341,7 @@ def _check_work(work: Rows | Gather, rows: int) -> None:
         tensors |= {name: tensor for name, tensor in work.operands._asdict().items() if tensor is not None}
     shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
     dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-    _check(resolved(work.problem.shard.group), f"{shared}, {rows} rows, {dtypes}")
+    _check(resolved(work.problem.shard.group), f"{shared}, {rows} rows, {how}, {dtypes}")
 
 
 def _check(group: dist.ProcessGroup, mine: str) -> None:

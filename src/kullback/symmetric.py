@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ class PacketBuffer(NamedTuple):
     kept: tuple[object, ...]  # what the addresses are of
 
 
-_buffers: dict[str, PacketBuffer] = {}
+_buffers: weakref.WeakKeyDictionary[dist.ProcessGroup, PacketBuffer] = weakref.WeakKeyDictionary()
 
 
 def enable_symmetric_memory(
@@ -56,10 +57,14 @@ def enable_symmetric_memory(
 
     Raises:
         RuntimeError: on all ranks, if on one there is no such memory; the message says why.
-        ValueError: for more than 8 ranks.
+        ValueError: for more than 8 ranks; for no rows, or no time.
     """
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}")
+    if timeout <= datetime.timedelta():
+        raise ValueError(f"timeout must be positive, got {timeout}")
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
     buffer, failure = None, None
@@ -69,7 +74,7 @@ def enable_symmetric_memory(
         failure = str(error) or repr(error)
     _agree(group, failure)  # and none sends before all have emptied theirs
     assert buffer is not None
-    _buffers[group.group_name] = buffer
+    _buffers[group] = buffer
 
 
 def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
@@ -81,8 +86,8 @@ def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
             raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
 
 
-def packet_buffer_of(group: str) -> PacketBuffer | None:
-    """The group's of that name, if it is enabled."""
+def packet_buffer_of(group: dist.ProcessGroup) -> PacketBuffer | None:
+    """The group's, if it is enabled."""
     return _buffers.get(group)
 
 
@@ -108,5 +113,5 @@ def packet_buffer(
     *kept: object,
 ) -> PacketBuffer:
     """`addresses`: where the addresses of the ranks' packets lie."""
-    limit = min(int(timeout.total_seconds() * 1e3), 1 << 31)
+    limit = min(int(timeout.total_seconds() * 1e9) >> 20, 1 << 31)
     return PacketBuffer(Peers(addresses, launches.data_ptr(), rank, ranks, rows, limit), launches, kept)

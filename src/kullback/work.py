@@ -39,7 +39,7 @@ class Peers(NamedTuple):
     rank: int
     ranks: int
     rows: int  # that there is room for
-    timeout: int  # milliseconds that a rank waits for another
+    timeout: int  # of 2^20 ns: how long a rank waits for another
 
 
 class Rows(NamedTuple):

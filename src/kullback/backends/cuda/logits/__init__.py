@@ -28,7 +28,6 @@ ARGUMENTS = (
 )
 OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup", "Ranks"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
-D_INPUT = list(OPERANDS).index("d_input")  # and behind it d_target
 
 
 SLOPE_FACTOR = 64.0  # of slopes that are cached as float16, so that those of close rows are not too short
@@ -136,9 +135,7 @@ def run(work: Rows) -> None:
     weight, labels = (None if t is None else t.contiguous() for t in of_rows)
     output = total if loss is None else loss
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, labels, *others)]
-    strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
-    vectors = [*addresses[:2], *addresses[D_INPUT : D_INPUT + 2]]  # of the same tensors
-    dtypes = x.dtype, y.dtype, (x if d_input is None else d_input).dtype, (y if d_target is None else d_target).dtype
+    dtypes, strides, is_in_phase = _laid_out(x, y, d_input, d_target)
     is_streamed = known is not None
     launcher, setup = _prepared(
         index,
@@ -153,7 +150,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        0 if is_streamed or not _in_phase(vectors, strides, rows, dtypes) else chip_bytes(index),
+        0 if is_streamed or not is_in_phase else chip_bytes(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -177,14 +174,10 @@ def run(work: Rows) -> None:
 
 def stays_on_chip(work: Rows) -> bool:
     """Whether a launch reads the rows once, so that it could exchange numbers of them with other ranks."""
-    (x, y, *_), (d_x, d_y), wants = work.operands, (work.d_input, work.d_target), work.wants
-    tensors = (x, y, d_x, d_y)
-    dtypes = x.dtype, y.dtype, (x if d_x is None else d_x).dtype, (y if d_y is None else d_y).dtype
-    addresses, strides = (
-        [0 if t is None else of(t) for t in tensors] for of in (Tensor.data_ptr, lambda t: t.stride(0))
-    )
-    chip = chip_bytes(x.get_device()) if _in_phase(addresses, strides, x.size(0), dtypes) else 0
-    return layout(work.problem, x.size(1), *dtypes[:2], wants, False, chip, True).shape.resident
+    x = work.input
+    dtypes, _, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
+    chip = chip_bytes(x.get_device()) if is_in_phase else 0
+    return layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip, True).shape.resident
 
 
 @functools.lru_cache(maxsize=1024)
@@ -319,6 +312,15 @@ def chip_bytes(index: int) -> int:
     properties = torch.cuda.get_device_properties(index)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
     return shared if properties.major >= 9 else 0
+
+
+def _laid_out(x: Tensor, y: Tensor, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Dtypes, list[int], bool]:
+    """Dtypes, the strides of rows (0: no tensor), and whether rows are in phase."""
+    tensors = (x, y, d_x, d_y)
+    dtypes = x.dtype, y.dtype, (x if d_x is None else d_x).dtype, (y if d_y is None else d_y).dtype
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    strides = [0 if t is None else t.stride()[0] for t in tensors]  # stride(0) takes twice as long
+    return dtypes, strides, _in_phase(addresses, strides, x.size(0), dtypes)
 
 
 def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtypes) -> bool:

@@ -127,6 +127,13 @@ INLINE SlopeSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGr
     return { values[0], values[1] };
 }
 
+/* Whether what each thread has counted is at most so small a part of a row's sample: of all ranks', who decide alike */
+INLINE bool at_most_one_in(int many, const Arguments &a, const Pipeline &pipeline, RowGroup &group, float counted, float sampled)
+{
+    const SlopeSums sums = all_reduced(a, pipeline, group, SlopeSums { counted, HAS_PEERS && is_first_thread(group) ? sampled : 0 });
+    return warp_all(sums.p <= (HAS_PEERS ? sums.q : sampled) / many);
+}
+
 INLINE void all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums &sums, TermSums &terms)
 {
     float values[] = { sums.p, sums.q, terms.light, terms.heavy };

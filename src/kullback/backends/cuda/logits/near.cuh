@@ -49,11 +49,8 @@ INLINE bool few_are_far(const Slice &slice, const Pipeline &pipeline, RowGroup &
     each_first(slice, pipeline, group, [&](float x, float y, int) {
         far += fabsf(log_ratio.of(input_of(a, x), target_of(a, y))) < NEAR_RADIUS ? 0 : 1;
     });
-    float sampled = (float)min(slice.body, (int)group.cluster * THREADS_PER_ROW * WIDTH);
-    const SlopeSums sums = all_reduced(a, pipeline, group, SlopeSums { far, HAS_PEERS && is_first_thread(group) ? sampled : 0 });
-    if (HAS_PEERS) /* ranks decide alike */
-        sampled = sums.q;
-    return warp_all(sums.p <= sampled / 160);
+    const int sampled = min(slice.body, (int)group.cluster * THREADS_PER_ROW * WIDTH);
+    return at_most_one_in(160, a, pipeline, group, far, (float)sampled);
 }
 
 /* A thread's part of a row that is near */

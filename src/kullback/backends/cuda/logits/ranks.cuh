@@ -22,7 +22,7 @@ enum { OF_ESTIMATE = 2, OF_EXCHANGE = 4, IN_TURN = 2 }; /* numbers of a row's es
 
 typedef unsigned long long Packet;
 
-INLINE unsigned globaltimer_ms() { return (unsigned)(globaltimer() >> 20); } /* of 2^20 ns */
+INLINE unsigned now() { return (unsigned)(globaltimer() >> 20); } /* as `timeout`, of 2^20 ns */
 
 INLINE unsigned launch_flag(const Arguments &a) { return (unsigned)__ldg(a.launches) << 5; }
 
@@ -47,12 +47,12 @@ INLINE void send(const Arguments &a, unsigned to, unsigned place, unsigned flag,
 INLINE float received(const Arguments &a, bool waits, unsigned place, unsigned flag)
 {
     const Packet *packet = a.buffers[a.rank] + place;
-    const unsigned begin = globaltimer_ms();
+    const unsigned begin = now();
     for (;;) {
         const Packet found = waits ? ld_relaxed_sys(packet) : (Packet)flag << 32;
         if (warp_all((unsigned)(found >> 32) == flag))
             return __uint_as_float((unsigned)found);
-        if (warp_all(globaltimer_ms() - begin > a.timeout))
+        if (warp_all(now() - begin > a.timeout))
             __assertfail("kullback: a rank that shares these rows has not sent its part (enable_symmetric_memory)", "", 0, "", 1);
     }
 }

@@ -169,11 +169,7 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
         const float others = Series(a, opaque(stats)).others(slice, pipeline, group);
-        float sampled = (float)(group.cluster * THREADS_PER_ROW * WIDTH);
-        const SlopeSums sums = all_reduced(a, pipeline, group, SlopeSums { others, HAS_PEERS && is_first_thread(group) ? sampled : 0 });
-        if (HAS_PEERS) /* ranks decide alike */
-            sampled = sums.q;
-        return warp_all(sums.p <= sampled / 64);
+        return at_most_one_in(64, a, pipeline, group, others, (float)(group.cluster * THREADS_PER_ROW * WIDTH));
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
     return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
