@@ -28,6 +28,11 @@ LOGITS = [
     (8192, 128256, "bfloat16", "kl", True, 1.0),
     (16384, 32000, "bfloat16", "kl", True, 1.0),
     (8192, 128256, "bfloat16", "jensen_shannon", True, 1.0),
+    *(
+        (*shape, "bfloat16", kind, False, 1.0)
+        for shape in ((100000, 777), (3000, 249999), (3000, 50257))
+        for kind in ("kl", "jensen_shannon")
+    ),
 ]
 
 # The torch path, forced: where CUDA's kernels and C cannot run
