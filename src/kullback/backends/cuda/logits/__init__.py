@@ -245,11 +245,12 @@ def _prepared(
 
 
 def near_of(problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool]) -> Near | None:
-    """Of losses of rows whose sums follow from slopes, and not from moments, where logits or gradients have 16 bits."""
+    """Of losses of rows whose sums follow from slopes, or from a Chernoff coefficient; of 16-bit logits or gradients."""
     written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
     is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
-    has_slopes = problem.is_normalised and not problem.has_moments and slopes_of(problem.kind) is not None
-    return near(problem.kind, parameter) if is_coarse and has_slopes and verb == "loss" else None
+    moments = moments_of(problem.kind)
+    serves = slopes_of(problem.kind) is not None if moments is None else moments.exponent is not None
+    return near(problem.kind, parameter) if is_coarse and serves and problem.is_normalised and verb == "loss" else None
 
 
 def _as_cached(kind: str, slope: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
 /* A row's gradients, written element by element. */
 #pragma once
 
-#include "cuda/logits/fast.cuh"
 #include "cuda/logits/labels.cuh"
+#include "cuda/logits/near.cuh"
 
 namespace kullback {
 
@@ -108,9 +108,47 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
     return term;
 }
 
-#if SUMS_FROM_MOMENTS
+#if SUMS_FROM_MOMENTS && HAS_NEAR
 /* This thread's part of the sum of terms of a row that is near: what its moments say of it is good for gradients, which may be
-   written on the way, and too little for the loss. */
+   written on the way, and too little for the loss. Where a log-ratio is long, nothing cancels in the fast formula. */
+template <bool WRITES, bool LAST>
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
+                       GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    const LogRatio log_ratio(a, opaque(stats));
+    const Row row = row_constants<FAST>(a, stats, sums);
+    if (WRITES)
+        differentiate_label<FAST>(a, pipeline, group, [&] { return row; }, grad_out);
+    const GradientVectors vectors(slice);
+    TermSums term;
+    const auto take = [&](float x, float y, DX &input, DY &target) {
+        const float far = differentiate<FAST>(a, x, y, row, grad_out, input, target);
+        const float q = input_of(a, x), p = target_of(a, y), r = log_ratio.of(q, p);
+        const bool is_near = fabsf(r) < NEAR_RADIUS;
+        term.light += is_near ? log_ratio.root(q, p) * term_over_root(a, r) : 0;
+        term.heavy += is_near ? 0 : far;
+    };
+    each_vector<false, LAST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            take(at(x, k), at(y, k), input.element[k], target.element[k]);
+        if (WRITES)
+            vectors.write(input, target, before);
+    });
+    each_edge(slice, group, [&](int i) {
+        DX input;
+        DY target;
+        take(to_real(slice.x()[i]), to_real(slice.y()[i]), input, target);
+        if (WRITES)
+            write_element(slice, input, target, i);
+    });
+    return { log_ratio.rest * term.light, term.heavy };
+}
+#elif SUMS_FROM_MOMENTS
+/* The same, by the fast formula; few tokens of much mass take the stable one. */
 template <bool WRITES, bool LAST>
 INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
                        GradOut grad_out)

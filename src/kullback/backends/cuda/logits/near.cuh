@@ -1,5 +1,6 @@
-/* Rows that are near or close, of kinds that have slopes and no moments. An element's term and slope are polynomials of its
-   log-ratio (near.py), which lose nothing however small they are. The few elements beyond their radius take the stable formula. */
+/* Rows that are near or close: an element's term and slope are polynomials of its log-ratio (near.py), which lose nothing however
+   small they are. Of kinds that have slopes and no moments rows are summed so, and few elements beyond the polynomials' radius take
+   the stable formula. */
 #pragma once
 
 #include "cuda/logits/fast.cuh"
@@ -8,9 +9,6 @@
 namespace kullback {
 
 #if HAS_NEAR
-/* A row whose sum is less has slopes that are too short for halves even so. */
-#define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
-
 /* An element's term over √(p·q); with a corner negative where q is more than p */
 INLINE float term_over_root(const Arguments &a, float r)
 {
@@ -21,6 +19,11 @@ INLINE float term_over_root(const Arguments &a, float r)
         sum = fmaf(sum, step, near_factor(a, k));
     return sum * (HAS_CORNER ? r : r * r);
 }
+#endif
+
+#if HAS_NEAR && !SUMS_FROM_MOMENTS
+/* A row whose sum is less has slopes that are too short for halves even so. */
+#define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
 
 /* d_log_q / q, less what is predicted, both times SLOPE_FACTOR: slopes of close rows would be short for halves. With a corner as
    a step. `slope_scale` makes it what it was. */
