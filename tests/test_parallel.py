@@ -188,8 +188,10 @@ def check_masked_rows(ranks: Ranks):
             whole = kullback.divergence(a, b, kind, row_weight=weight)
             gradients = [ranks.slice(g) for g in torch.autograd.grad(whole, (a, b))]
             leaves = [ranks.slice(t).requires_grad_() for t in (x, y)]
-            loss = kullback.divergence(*leaves, kind, row_weight=weight.to(ranks.device), group=ranks.group)
+            with kullback.collecting_statistics() as found:
+                loss = kullback.divergence(*leaves, kind, row_weight=weight.to(ranks.device), group=ranks.group)
             hold(ranks, loss, leaves, whole, gradients, torch.float32, (kind, weight))
+            assert found[0].lse[weight == 0].count_nonzero() == found[0].entropy[weight == 0].count_nonzero() == 0
     none = torch.empty(0, 20, requires_grad=True, device=ranks.device)
     loss = kullback.divergence(none, none, group=ranks.group)
     loss.backward()

@@ -1,6 +1,7 @@
 """Kernels that exchange numbers of rows with other ranks': emulated by processes that share memory, and on two GPUs."""
 
 import contextlib
+import math
 import os
 import tempfile
 from datetime import timedelta
@@ -10,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 import kullback
-from kullback import backends, symmetric
+from kullback import backends, parallel, symmetric
 from tests import emulation, kinds, oracle, samples
 from tests.ranks import Ranks, counted, spawn
 from tests.tolerances import BF16_CACHED, FLOAT_GRADIENT, LOSS, relative_error
@@ -32,7 +33,7 @@ def exchanging(ranks: Ranks):
         torch.from_file(f"{folder[0]}/{rank}", shared=True, size=count, dtype=torch.int64)
         for rank in range(ranks.world)
     ]
-    boxes[ranks.rank].zero_()
+    boxes[ranks.rank].fill_(symmetric.NOTHING_SENT)
     dist.barrier()
     addresses = torch.tensor([box.data_ptr() for box in boxes])
     launches = torch.zeros((), dtype=torch.int64)
@@ -104,7 +105,8 @@ def check_kind(ranks: Ranks, kind: str, dtype: torch.dtype, vocab: int, cuts: li
             assert torch.equal(other, loss.detach()), what
     counts = counts.to(ranks.device)
     names = [name for name, is_counted in zip(rows.names, counts.tolist(), strict=True) if is_counted]
-    within = FLOAT_GRADIENT if dtype == torch.float32 else BF16_CACHED
+    # The target's gradient of renyi is a difference of masses, which float32 rounds: on one GPU too it is 2.3e-6 off.
+    within = (2 if kind == "renyi" else 1) * FLOAT_GRADIENT if dtype == torch.float32 else BF16_CACHED
     for ours, of_whole in zip((gradients[0], gradients[1], alone), (exact[0], exact[1], exact[0]), strict=True):
         assert ours[~counts].count_nonzero() == 0
         # Of a rank's slice, beside the whole row's: a part of which there is nearly nothing is rounded like the rest.
@@ -117,11 +119,72 @@ def check_kind(ranks: Ranks, kind: str, dtype: torch.dtype, vocab: int, cuts: li
 SOME = ("kl", "jensen_shannon", "total_variation", "renyi")
 
 
+def check_collectives_between(ranks: Ranks):
+    """The hidden states' gradient is summed beside products, and beside no kernel that exchanges."""
+    events: list[str] = []
+    launch, begin = parallel._in_one_launch, parallel.begin_sum
+
+    class Sum:
+        def __init__(self, begun):
+            self.begun = begun
+
+        def wait(self):
+            events.append("wait")
+            self.begun.wait()
+
+    def launching(*arguments):
+        events.append("launch")
+        launch(*arguments)
+
+    def beginning(*arguments):
+        events.append("begin")
+        return Sum(begin(*arguments))
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 64, generator=generator).bfloat16().requires_grad_()
+    heads = torch.randn(2, 2 * 2816, 64, generator=generator).bfloat16()
+    own, teacher = (ranks.slice(head, dim=0) for head in heads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "_in_one_launch", launching)
+        patch.setattr(parallel, "begin_sum", beginning)
+        tokens = {"first_token": 2816 * ranks.rank, "total_vocab": 5632}
+        kullback.linear_divergence(hidden, own, hidden.detach(), teacher, group=ranks.group, chunk_rows=8, **tokens)
+    assert events == ["launch", "begin", "wait"] * 3
+
+
+def check_no_numbers(ranks: Ranks):
+    """What one rank alone has of a row decides for all: NaN, infinities, and tokens that are masked."""
+    generator = torch.Generator().manual_seed(2)
+    y = torch.randn(7, 5931, generator=generator)
+    x = y + 0.1 * torch.randn(7, 5931, generator=generator)
+    x[0, 7], y[1, 4000], x[2, 3300], x[3, 5] = math.nan, math.nan, math.inf, -math.inf
+    y[4, 3200:] = -math.inf
+    x[5, :3200] = y[5, :3200] = -math.inf
+    for kind in SOME:
+        parameters = kinds.parameters(kind)
+        leaves = [ranks.slice(t.bfloat16(), cuts=[3200]).requires_grad_() for t in (x, y)]
+        losses = kullback.divergence(*leaves, kind, reduction="none", group=ranks.group, **parameters)
+        gradients = torch.autograd.grad(losses.sum(), leaves)
+        of_whole = [t.bfloat16().to(ranks.device).requires_grad_() for t in (x, y)]
+        truth = kullback.divergence(*of_whole, kind, reduction="none", **parameters)
+        for other in ranks.everyone(losses.detach()):
+            assert torch.equal(other.nan_to_num(), losses.detach().nan_to_num())
+        torch.testing.assert_close(losses, truth, rtol=LOSS, atol=0, equal_nan=True)
+        for ours, of_row in zip(gradients, torch.autograd.grad(truth.sum(), of_whole), strict=True):
+            assert torch.equal(ours.isnan(), ranks.slice(of_row, cuts=[3200]).isnan()), kind
+
+
 def check_disagreement(ranks: Ranks):
     """Slices of which one is too short for a kernel that exchanges."""
     x = ranks.slice(torch.randn(4, 5000), cuts=[2000]).bfloat16()
-    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"by collectives.* and .*in one launch"):
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"too few or too many.* and .*in one launch"):
         kullback.divergence(x, x, group=ranks.group)
+    for part, y, reason in (
+        (x[:, :1900], x[:, :1900], "1900 tokens are too few or too many"),
+        (torch.zeros(4, 3000).bfloat16(), torch.zeros(4, 3001).bfloat16()[:, 1:], "rows of input, target"),
+    ):
+        with pytest.raises(ValueError, match=f"a slice is not what enable_symmetric_memory asks for: {reason}"):
+            kullback.divergence(part, y, group=ranks.group)
 
 
 def check_some(ranks: Ranks):
@@ -131,6 +194,8 @@ def check_some(ranks: Ranks):
         for kind in SOME:
             check_kind(ranks, kind, torch.bfloat16, 5931, [3200])
         check_kind(ranks, "kl", torch.float32, 5931, [2400])
+        check_collectives_between(ranks)
+        check_no_numbers(ranks)
         check_disagreement(ranks)
 
 
@@ -140,6 +205,8 @@ def check_all(ranks: Ranks):
             check_kind(ranks, kind, torch.bfloat16, 5931, [3200])
         for kind in ("kl", "jensen_shannon", "renyi"):
             check_kind(ranks, kind, torch.float32, 5931, [2400])
+        check_collectives_between(ranks)
+        check_no_numbers(ranks)
 
 
 def test_emulated_ranks(tmp_path):
@@ -179,7 +246,7 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
 def test_what_cannot_be_enabled():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
+        with pytest.raises(ValueError, match="rows must be from 1 to 214748363, got 0"):
             kullback.enable_symmetric_memory(dist.group.WORLD, rows=0)
         with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
             kullback.enable_symmetric_memory(dist.group.WORLD, timeout=timedelta())

@@ -220,10 +220,14 @@ class ModelRows:
         else:
             total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype), beta=beta)
 
+    def wait(self) -> None:
+        """For the sums that have begun: what follows on this stream, and not the host."""
+        while self.sums:
+            self.sums.pop(0).wait()
+
     def gradients(self) -> list[Tensor]:
         """Those that were wanted, in the dtypes of what they are gradients of."""
-        for begun in self.sums:
-            begun.wait()
+        self.wait()
         found = (self.d_hidden, self.hidden), (self.d_weight, self.weight), (self.d_bias, self.bias)
         return [gradient.to(of.dtype) for gradient, of in found if gradient is not None and of is not None]
 
@@ -280,6 +284,9 @@ class Chunks:
         if begun is not None:
             self.begun.append(begun)
             work = work._replace(figures=begun.figures)
+        if parallel.exchanges_in_kernels(work.problem.shard.group):
+            self.student.wait()
+            self.teacher.wait()
         if self.models.ids is None:
             parallel.run(work)
         else:

@@ -103,8 +103,9 @@ AS_GRADIENT: Any = {"verb": "gradient", "found": None, "loss": None, "total": No
 
 
 def _rows(work: Rows) -> None:
-    buffer = packet_buffer_of(resolved(work.problem.shard.group))
-    if buffer is not None and work.verb == "loss" and work.known is None and _in_one_launch(work, buffer):
+    rows, buffer = math.prod(work.input.shape[:-1]), packet_buffer_of(resolved(work.problem.shard.group))
+    if buffer is not None and work.verb == "loss" and 0 < rows <= buffer.peers.rows and backends.asks_peers(work):
+        _in_one_launch(work, rows, buffer)
         return
     problem, known = work.problem, work.known
     if work.verb == "loss" or (known is None and state_fields(problem)):
@@ -114,6 +115,8 @@ def _rows(work: Rows) -> None:
             part = entropy(problem, x, state.input_lse)
             work.figures[0] = state.input_lse
             work.figures[1] = all_gather(part, resolved(problem.shard.group)).sum(0)
+            if work.row_weight is not None:
+                work.figures.masked_fill_(row_vector(work.row_weight, loss.size(0)) == 0, 0.0)
         known = _pack(problem, state) if state_fields(problem) else None
         if work.row_weight is not None:
             loss = weighted(loss, row_vector(work.row_weight, loss.size(0)).to(loss.dtype))
@@ -128,15 +131,20 @@ def _rows(work: Rows) -> None:
         backends.run(work._replace(operands=own, **AS_GRADIENT, known=known))
 
 
-def _in_one_launch(work: Rows, buffer: PacketBuffer) -> bool:
-    """Whether a kernel that asks other ranks has done it. What says no is the same on all of them."""
-    rows = math.prod(work.input.shape[:-1])
-    if not 0 < rows <= buffer.peers.rows or backends.forced() not in (None, "cuda"):
-        return False
+def _in_one_launch(work: Rows, rows: int, buffer: PacketBuffer) -> None:
+    """By a kernel that asks other ranks. A rank whose part it cannot take raises: others may be waiting in theirs."""
     parts = work.split()
-    if len(parts) > 1 or not backends.can_ask_peers(parts[0]):
-        return False
-    _check_work(work, rows, "in one launch")
+    device, own = buffer.launches.device, work.input.device
+    reason: str | None
+    if device != own:
+        reason = f"input is on {own}, and the group was enabled on {device}"
+    elif len(parts) > 1:
+        reason = "batch dimensions must have one stride"
+    else:
+        reason = backends.why_not_with_peers(parts[0])
+    _check_work(work, rows, reason or "in one launch")
+    if reason:
+        raise ValueError(f"a slice is not what enable_symmetric_memory asks for: {reason}")
     loss = work.input.new_empty(rows, dtype=torch.float64)
     buffer.launches.add_(1)
     backends.run(parts[0]._replace(loss=loss, total=None, peers=buffer.peers), only="cuda")
@@ -145,7 +153,6 @@ def _in_one_launch(work: Rows, buffer: PacketBuffer) -> bool:
         work.loss.copy_(loss)
     if work.total is not None:
         work.total.copy_(loss.sum() * work.scale)
-    return True
 
 
 def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
@@ -325,6 +332,11 @@ class Sum(Protocol):
     """One that has begun."""
 
     def wait(self) -> object: ...
+
+
+def exchanges_in_kernels(group: str) -> bool:
+    """Whether kernels of these ranks wait for each other, beside which no collective may run."""
+    return bool(group) and packet_buffer_of(resolved(group)) is not None
 
 
 def begin_sum(tensor: Tensor, group: str) -> Sum:

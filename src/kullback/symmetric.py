@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch import distributed as dist
 from kullback.work import Peers
 
 PACKETS = 20  # of 64 bits, for a row and a rank: in two halves an estimate's two and two exchanges' four (ranks.cuh)
+NOTHING_SENT = -1
 MAX_RANKS = 8
+
+T = TypeVar("T")
 
 
 class PacketBuffer(NamedTuple):
@@ -33,18 +37,24 @@ def enable_symmetric_memory(
     """From now on, let this group's kernels exchange what they need of a row's slices over NVLink, as they read them.
 
     Divergences of logits with `group` then read each slice once and write its gradient, as on one GPU; by collectives
-    they read it twice or three times. All ranks must call this, once, as for `new_group`. It serves Hopper and later
-    GPUs that see each other's memory: those of one host. A call falls back on collectives, on all ranks alike, where
-    it has labels, more than `rows` rows, or float64.
+    they read it twice or three times. All ranks must call this, once, as for `new_group`: a CUDA graph keeps the memory
+    of the call before it. It serves Hopper and later GPUs that see each other's memory: those of one host. On each it
+    takes 160 bytes for a row and a rank.
+
+    Losses of logits on both sides go that way, but for those with labels, of more than `rows` rows, or in float64.
+    These fall back on collectives, as does a second backward of a graph that was retained.
 
     It asks more of callers than collectives do:
 
     - Every rank's slice has to fit its GPU's shared memory: from 2049 tokens of 16 bits (1025 of float32) on, and not
-      more than eight multiprocessors hold. Slices have one layout in memory, such as contiguous.
+      more than eight multiprocessors hold. Input, target and gradients have one layout in memory, such as contiguous.
+      A rank whose slice has not raises `ValueError`, and the others wait for it.
+    - All ranks want the same gradients.
     - Calls of a group are in the same order on all ranks, on one stream each. Kernels that wait for other GPUs, such as
-      NCCL's, should not run beside them on another stream: each could wait for multiprocessors that the other has.
+      NCCL's, must not run beside them on another stream: each could wait for multiprocessors that the other has.
 
-    A rank that waits longer than `timeout` for another stops with a device-side assertion.
+    A rank that waits longer than `timeout` for another stops with a device-side assertion. Within
+    `kullback.checking_ranks` what differs is found before, and all ranks raise.
 
     >>> import torch.distributed as dist, kullback
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -57,24 +67,23 @@ def enable_symmetric_memory(
 
     Raises:
         RuntimeError: on all ranks, if on one there is no such memory; the message says why.
-        ValueError: for more than 8 ranks; for no rows, or no time.
+        ValueError: for more than 8 ranks; for no rows, or not the same on all ranks; for no time.
     """
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1, got {rows}")
+    most = (1 << 32) // (PACKETS * group.size()) - 1
+    if not 1 <= rows <= most:
+        raise ValueError(f"rows must be from 1 to {most}, got {rows}")
     if timeout <= datetime.timedelta():
         raise ValueError(f"timeout must be positive, got {timeout}")
+    asked: list[Any] = [None] * group.size()
+    dist.all_gather_object(asked, rows, group=group)
+    if len(set(asked)) > 1:
+        raise ValueError(f"rows must be the same on all ranks, got {asked}")
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
-    buffer, failure = None, None
-    try:
-        buffer = _allocated(group, rows, timeout)
-    except (ImportError, RuntimeError) as error:
-        failure = str(error) or repr(error)
-    _agree(group, failure)  # and none sends before all have emptied theirs
-    assert buffer is not None
-    _buffers[group] = buffer
+    packets = _attempted(group, lambda: _packets(rows * group.size()))
+    _buffers[group] = _attempted(group, lambda: _exchanged(packets, group, rows, timeout))
 
 
 def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
@@ -86,20 +95,40 @@ def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
             raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
 
 
+def _attempted(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
+    """Its result, once it has succeeded on all ranks: none is left waiting in what comes next."""
+    found, failure = None, None
+    try:
+        found = attempt()
+    except (ImportError, RuntimeError) as error:
+        failure = str(error) or repr(error)
+    _agree(group, failure)
+    assert found is not None
+    return found
+
+
 def packet_buffer_of(group: dist.ProcessGroup) -> PacketBuffer | None:
     """The group's, if it is enabled."""
     return _buffers.get(group)
 
 
-def _allocated(group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> PacketBuffer:
+def _packets(count: int) -> Tensor:
+    """Room for so many rows' of a rank, with flags of nothing that is ever sent (ranks.cuh)."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
-    packets = symmetric_memory.empty(PACKETS * rows * group.size(), dtype=torch.int64, device=device)
-    packets.zero_()
+    packets: Tensor = symmetric_memory.empty(PACKETS * count, dtype=torch.int64, device=device)
+    packets.fill_(NOTHING_SENT)
     torch.cuda.synchronize()
+    return packets
+
+
+def _exchanged(packets: Tensor, group: dist.ProcessGroup, rows: int, timeout: datetime.timedelta) -> PacketBuffer:
+    """Once the ranks know where each other's packets are."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
     handle = symmetric_memory.rendezvous(packets, group)
-    launches = torch.zeros((), dtype=torch.int64, device=device)
+    launches = torch.zeros((), dtype=torch.int64, device=packets.device)
     return packet_buffer(handle.buffer_ptrs_dev, launches, group.rank(), group.size(), rows, timeout, packets, handle)
 
 

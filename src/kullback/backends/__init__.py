@@ -126,9 +126,14 @@ def run(work: Work, only: str | None = None) -> None:
         work.join(parts)
 
 
-def can_ask_peers(work: Rows) -> bool:
-    """Whether a kernel can do a loss of rows of which other ranks have the rest, given `peers`."""
-    return cuda.can_ask_peers(work)
+def asks_peers(work: Rows) -> bool:
+    """Whether kernels have a loss of such rows together with other ranks' (`peers`). All ranks find the same."""
+    return forced() in (None, "cuda") and cuda.asks_peers(work)
+
+
+def why_not_with_peers(work: Rows) -> str | None:
+    """Why this rank's part of such rows cannot take part, or None."""
+    return cuda.why_not_with_peers(work)
 
 
 def _failed(name: str, error: BuildError, is_forced: bool) -> str:

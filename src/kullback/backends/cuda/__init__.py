@@ -21,11 +21,16 @@ def why_not(work: Work) -> str | None:
     return unavailable(tensor.get_device()) or why_not_here(work)
 
 
-def can_ask_peers(work: Rows) -> bool:
-    """Whether a kernel can do a loss of rows of which other ranks have the rest, given `peers`."""
+def asks_peers(work: Rows) -> bool:
+    """Whether kernels have a loss of such rows together with other ranks' (`peers`). All ranks find the same."""
     problem = work.problem
     has_logits = problem.input.form == problem.target.form == "logits"
-    return has_logits and not problem.is_mixed and why_not(work) is None and logits.stays_on_chip(work)
+    return has_logits and not problem.is_mixed and torch.float64 not in (work.input.dtype, work.target.dtype)
+
+
+def why_not_with_peers(work: Rows) -> str | None:
+    """Why this rank's part of such rows cannot take part, or None."""
+    return why_not(work) or logits.why_not_on_chip(work)
 
 
 def why_not_here(work: Work) -> str | None:

@@ -172,12 +172,16 @@ def run(work: Rows) -> None:
     )
 
 
-def stays_on_chip(work: Rows) -> bool:
-    """Whether a launch reads the rows once, so that it could exchange numbers of them with other ranks."""
+def why_not_on_chip(work: Rows) -> str | None:
+    """Why a launch cannot read the rows once, and meanwhile exchange numbers of them with other ranks, or None."""
     x = work.input
-    dtypes, _, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
-    chip = chip_bytes(x.get_device()) if is_in_phase else 0
-    return layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip, True).shape.resident
+    dtypes, strides, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
+    if not is_in_phase:
+        return f"rows of input, target and gradients must be alike in memory; got strides {strides} (0: no gradient)"
+    chip = chip_bytes(x.get_device())
+    if layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip, True).shape.resident:
+        return None
+    return f"{x.size(1)} tokens are too few or too many to stay on chip"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,7 +249,7 @@ def _prepared(
 
 
 def near_of(problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool]) -> Near | None:
-    """Of losses of rows whose sums follow from slopes, or from a Chernoff coefficient; of 16-bit logits or gradients."""
+    """Of losses whose sums follow from slopes, or a Chernoff coefficient, where logits or gradients have 16 bits."""
     written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
     is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
     moments = moments_of(problem.kind)

@@ -44,7 +44,7 @@ struct Ranks {
     unsigned long long *const *buffers; /* [ranks]: each one's, as this device sees it */
     const long long *launches;            /* so far, this one included */
     unsigned rank, ranks, buffer_rows;
-    unsigned timeout; /* milliseconds */
+    unsigned timeout; /* of 2^20 ns */
 };
 
 struct Arguments : Operands, Setup, Ranks {

@@ -11,8 +11,9 @@ struct Place {
     int in_row, on_chip;
 };
 
-/* Calls f(x, y, index in the row, index in the stages on chip, row()) for the elements of vectors that have a bit in `marks`: the vector `place(steps from
-   the end)` has the lowest bit where that is 1. Each lane takes an element, of as many vectors at once as there are lanes for. */
+/* Calls f(x, y, index in the row, index in the stages on chip, row()) for the elements of vectors that have a bit in `marks`: the
+   vector `place(steps from the end)` has the lowest bit where that is 1. Each lane takes an element, of as many vectors at once as
+   there are lanes for. */
 template <bool FROM_CHIP, typename P, typename F, typename R>
 INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
 {

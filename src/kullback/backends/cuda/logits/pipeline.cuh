@@ -108,9 +108,8 @@ struct RowGroup {
     /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; rows that were read so far, of the
        producer of all. Together: a register more would spill. */
 #if HAS_PEERS
-    unsigned exchanges : 2, has_label : 1, sent : 5, turn : 24; /* to other ranks, of the row */
+    unsigned exchanges : 2, has_label : 1, sent : 5, turn : 24; /* sent: exchanges of the row with other ranks */
     unsigned row;
-
 #else
     unsigned exchanges : 2, has_label : 1, turn : 29;
 #endif

@@ -7,7 +7,10 @@
    A buffer has two halves for launches in turn: a rank begins a launch only after the others have begun the one before, and so
    ended that before it. In each half a row has two slots for exchanges in turn, for the same reason. A rank waits for a row only
    with all rows before it on that cluster done, and what it waits for was sent before the other rank waited: whatever the clusters
-   of each, the first row that is not done goes on. */
+   of each, the first row that is not done goes on. All clusters of a grid have to be resident for that: no kernel beside this one may
+   keep multiprocessors until another rank's has some.
+
+   Memory begins as a flag that no exchange has: a row has fewer than 31. */
 #pragma once
 
 #include "cuda/logits/pipeline.cuh"

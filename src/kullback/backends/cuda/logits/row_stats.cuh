@@ -25,7 +25,7 @@ struct RowStats {
 #if SAMPLES_SPREAD
     float spread = 0;      /* of a sample of neighbours Σ |log-ratio - the other's|, as far as it says something */
 #endif
-    float sampled = 0;     /* how many pairs that is, where other ranks have some of them */
+    float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
 #if HAS_NORMALISERS
