@@ -177,7 +177,7 @@ class Case(NamedTuple):
             capped=(mode.capped, mode.capped),
             mixed=mode.mixed,
             has_peers=mode.peers,
-            near_step=0 if polynomials is None else polynomials.step,
+            near_steps=(0, 0) if polynomials is None else polynomials.steps,
         )
         return logits.source(variant, shape)
 

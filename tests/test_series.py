@@ -74,17 +74,20 @@ def test_where_a_series_does_not_reach():
 
 
 WITH_NEAR = [
-    ("jensen_shannon", 0.5, 2),
-    ("jensen_shannon", 0.01, 1),
-    ("skew_kl", 0.1, 1),
-    ("total_variation", 0.0, 2),
+    ("jensen_shannon", 0.5, (2, 2)),
+    ("jensen_shannon", 0.01, (1, 1)),
+    ("skew_kl", 0.1, (1, 1)),
+    ("total_variation", 0.0, (2, 2)),
+    ("alpha", 0.5, (2, 1)),
+    ("alpha", 0.8, (1, 1)),
+    ("renyi", 0.5, (2, 1)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "parameter", "step"), WITH_NEAR)
-def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, step):
+@pytest.mark.parametrize(("kind", "parameter", "steps"), WITH_NEAR)
+def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, steps):
     found = near(kind, parameter)
-    assert found.step == step
+    assert found.steps == steps
     given = [] if DIVERGENCES[kind].parameter is None else [parameter]
     corner = kind == "total_variation"
     term = lambda p, q: abs(p - q) / 2 if corner else FACTS[kind].centred(p, q, *given)

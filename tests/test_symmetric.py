@@ -141,7 +141,7 @@ def check_collectives_between(ranks: Ranks):
         return Sum(begin(*arguments))
 
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(24, 64, generator=generator).bfloat16().requires_grad_()
+    hidden = torch.randn(24, 64, generator=generator).bfloat16().to(ranks.device).requires_grad_()
     heads = torch.randn(2, 2 * 2816, 64, generator=generator).bfloat16()
     own, teacher = (ranks.slice(head, dim=0) for head in heads)
     with pytest.MonkeyPatch.context() as patch:

@@ -30,9 +30,9 @@ class Near(NamedTuple):
     slope: tuple[float, ...]  # d_log_q / q, from r on; with a corner twice what it is where p is more than q
 
     @property
-    def step(self) -> int:
-        """From one power that is wanted to the next."""
-        return 1 if any(self.term[1::2]) or any(self.slope[2::2]) else 2
+    def steps(self) -> tuple[int, int]:
+        """From one power that is wanted to the next: of the term, and of the slope behind its first."""
+        return 1 if any(self.term[1::2]) else 2, 1 if any(self.slope[2::2]) else 2
 
 
 @functools.lru_cache(maxsize=1024)

@@ -56,7 +56,7 @@ class Variant(NamedTuple):
     mixed: bool = False  # whether a row's loss is more than its divergence
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
-    near_step: int = 0  # of the polynomials that rows which are near are summed by; 0: there are none
+    near_steps: tuple[int, int] = (0, 0)  # of the polynomials of rows that are near; 0: there are none
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -82,7 +82,8 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
         "HAS_CORNER": has_corner(variant.kind),
-        "NEAR_STEP": variant.near_step,
+        "NEAR_TERM_STEP": variant.near_steps[0],
+        "NEAR_SLOPE_STEP": variant.near_steps[1],
         "NEAR_TERMS": NEAR_TERMS,
         "NEAR_SLOPE_TERMS": NEAR_SLOPE_TERMS,
         "NEAR_RADIUS": f"{NEAR_RADIUS}f",
@@ -225,7 +226,7 @@ def _prepared(
         is_mixed,
         has_figures,
         has_peers,
-        0 if polynomials is None else polynomials.step,
+        (0, 0) if polynomials is None else polynomials.steps,
     )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
@@ -249,11 +250,12 @@ def _prepared(
 
 
 def near_of(problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool]) -> Near | None:
-    """Of losses whose sums follow from slopes, or a Chernoff coefficient, where logits or gradients have 16 bits."""
+    """Of losses whose sums follow from slopes, or of a tilted distribution; logits or gradients have 16 bits."""
     written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
     is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
     moments = moments_of(problem.kind)
-    serves = slopes_of(problem.kind) is not None if moments is None else moments.exponent is not None
+    is_tilted = formula(problem.kind, "logits", "logits").has_tilted_lse
+    serves = slopes_of(problem.kind) is not None if moments is None else is_tilted
     return near(problem.kind, parameter) if is_coarse and serves and problem.is_normalised and verb == "loss" else None
 
 

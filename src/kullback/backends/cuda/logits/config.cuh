@@ -19,7 +19,8 @@
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
 #define HAS_CORNER 0
-#define NEAR_STEP 2       /* from one power to the next of the polynomials of a row that is near (near.py); 0: there are none */
+#define NEAR_TERM_STEP 2  /* from one power to the next of the polynomials of a row that is near (near.py); 0: there are none */
+#define NEAR_SLOPE_STEP 2
 #define NEAR_TERMS 10
 #define NEAR_SLOPE_TERMS 8
 #define NEAR_RADIUS 2.5f
@@ -44,7 +45,7 @@
 #define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
-#define HAS_NEAR (HAS_FAST && NEAR_STEP && THREADS_PER_ROW > 32)      /* whether polynomials may serve, where gradients are coarse */
+#define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
 
 /* Whether gradients of a row that is close are written by its moments, in the sweep that sums its terms */
 #define SUMS_WHILE_WRITING \

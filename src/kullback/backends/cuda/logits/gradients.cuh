@@ -120,28 +120,55 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const Row row = row_constants<FAST>(a, stats, sums);
     if (WRITES)
         differentiate_label<FAST>(a, pipeline, group, [&] { return row; }, grad_out);
+    const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
     const GradientVectors vectors(slice);
     TermSums term;
-    const auto take = [&](float x, float y, DX &input, DY &target) {
-        const float far = differentiate<FAST>(a, x, y, row, grad_out, input, target);
-        const float q = input_of(a, x), p = target_of(a, y), r = log_ratio.of(q, p);
+    /* Whether that served an element */
+    const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
+        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
+        const float sum = log_ratio.root(own, other) * term_over_root(a, r);
         const bool is_near = fabsf(r) < NEAR_RADIUS;
-        term.light += is_near ? log_ratio.root(q, p) * term_over_root(a, r) : 0;
-        term.heavy += is_near ? 0 : far;
+        if (is_near)
+            term.light += sum;
+        if (WRITES) {
+            const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+            const float slope = cached_slope_of(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
+            if (WANT_INPUT)
+                input = rounded<DX>(q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope
+                                    * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
+            if (WANT_TARGET) { /* d_log_p + d_log_q is the term: Euler's */
+                const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
+                const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope));
+                target = rounded<DY>(fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target
+                                     * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
+            }
+        }
+        return is_near;
+    };
+    const auto take = [&](float x, float y, DX &input, DY &target) {
+        term.heavy += differentiate<FAST>(a, x, y, row, grad_out, input, target);
     };
     each_vector<false, LAST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
+        unsigned far = 0;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
-            take(at(x, k), at(y, k), input.element[k], target.element[k]);
+            far |= by_polynomials(at(x, k), at(y, k), input.element[k], target.element[k]) ? 0 : 1u << k;
+        if (far)
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                if (far >> k & 1)
+                    take(opaque(at(x, k)), opaque(at(y, k)), input.element[k], target.element[k]);
         if (WRITES)
             vectors.write(input, target, before);
     });
     each_edge(slice, group, [&](int i) {
         DX input;
         DY target;
-        take(to_real(slice.x()[i]), to_real(slice.y()[i]), input, target);
+        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
+        if (!by_polynomials(x, y, input, target))
+            take(x, y, input, target);
         if (WRITES)
             write_element(slice, input, target, i);
     });

@@ -1,6 +1,6 @@
 /* Rows that are near or close: an element's term and slope are polynomials of its log-ratio (near.py), which lose nothing however
-   small they are. Of kinds that have slopes and no moments rows are summed so, and few elements beyond the polynomials' radius take
-   the stable formula. */
+   small they are. Of kinds that have slopes and no moments rows are summed so, and the few elements beyond the polynomials' radius
+   take the stable formula. */
 #pragma once
 
 #include "cuda/logits/fast.cuh"
@@ -12,12 +12,25 @@ namespace kullback {
 /* An element's term over √(p·q); with a corner negative where q is more than p */
 INLINE float term_over_root(const Arguments &a, float r)
 {
-    const float step = NEAR_STEP == 2 ? r * r : r;
-    float sum = near_factor(a, NEAR_TERMS - NEAR_STEP);
+    const float step = NEAR_TERM_STEP == 2 ? r * r : r;
+    float sum = near_factor(a, NEAR_TERMS - NEAR_TERM_STEP);
 #pragma unroll
-    for (int k = NEAR_TERMS - 2 * NEAR_STEP; k >= 0; k -= NEAR_STEP)
+    for (int k = NEAR_TERMS - 2 * NEAR_TERM_STEP; k >= 0; k -= NEAR_TERM_STEP)
         sum = fmaf(sum, step, near_factor(a, k));
     return sum * (HAS_CORNER ? r : r * r);
+}
+
+/* d_log_q / q, less what is predicted, both times SLOPE_FACTOR: slopes of close rows would be short for halves. With a corner as
+   a step; `slope_scale` makes it what it was. */
+INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
+{
+    if (HAS_CORNER)
+        return fast_step(r);
+    float sum = near_slope_factor(a, NEAR_SLOPE_TERMS - 1);
+#pragma unroll
+    for (int k = NEAR_SLOPE_TERMS - 1 - NEAR_SLOPE_STEP; k >= 1; k -= NEAR_SLOPE_STEP) /* of a step of 2 even powers, and the first */
+        sum = fmaf(sum, NEAR_SLOPE_STEP == 2 ? r * r : r, near_slope_factor(a, k));
+    return fmaf(fmaf(sum, r, near_slope_factor(a, 0)), r, -predicted);
 }
 #endif
 
@@ -25,18 +38,6 @@ INLINE float term_over_root(const Arguments &a, float r)
 /* A row whose sum is less has slopes that are too short for halves even so. */
 #define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
 
-/* d_log_q / q, less what is predicted, both times SLOPE_FACTOR: slopes of close rows would be short for halves. With a corner as
-   a step. `slope_scale` makes it what it was. */
-INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
-{
-    if (HAS_CORNER)
-        return fast_step(r);
-    float sum = near_slope_factor(a, NEAR_SLOPE_TERMS - 1);
-#pragma unroll
-    for (int k = NEAR_SLOPE_TERMS - 1 - NEAR_STEP; k >= 1; k -= NEAR_STEP) /* of a step of 2 even powers, and the first */
-        sum = fmaf(sum, NEAR_STEP == 2 ? r * r : r, near_slope_factor(a, k));
-    return fmaf(fmaf(sum, r, near_slope_factor(a, 0)), r, -predicted);
-}
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 {
     const float factor = HAS_CORNER ? near_slope_factor(a, 0) : 1 / SLOPE_FACTOR;
