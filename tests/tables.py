@@ -64,9 +64,9 @@ def regimes():
     return runpy.run_path(str(ROOT / "benchmarks/regimes.py"))["tables"](results)
 
 
-def real_rows():
+def real_rows(name):
     """Milliseconds with a student's gradient on an H100, and the share of three passes' time in it."""
-    report = json.loads((ROOT / "benchmarks/results/h100/real.json").read_text(encoding="utf-8"))
+    report = json.loads((ROOT / f"benchmarks/results/h100/{name}.json").read_text(encoding="utf-8"))
     cells = {}
     for result in report["results"]:
         case = result["case"]
@@ -159,8 +159,8 @@ def literal():
 
 
 def logits(noise):
-    """Milliseconds of logits on an H200, and the share in them of the bytes that must move."""
-    results = json.loads((ROOT / "benchmarks/results/h200/logits.json").read_text(encoding="utf-8"))
+    """Milliseconds of logits on an H100, and the share in them of the bytes that must move."""
+    results = json.loads((ROOT / "benchmarks/results/h100/logits.json").read_text(encoding="utf-8"))
     rows = {}
     for result in sorted(results, key=lambda result: list(DIVERGENCES).index(result["case"]["kind"])):
         case = result["case"]
@@ -487,7 +487,8 @@ PERFORMANCE = (
     section("logits, far", functools.partial(logits, 1.0)),
     section("logits, close", functools.partial(logits, 0.03)),
     section("rivals, random rows", rivals_on_random_rows),
-    section("real rows", real_rows),
+    section("real rows", functools.partial(real_rows, "real")),
+    section("real rows, other kinds", functools.partial(real_rows, "real_others")),
     section("rivals", rivals_on_real_rows),
     section("real rows, CPU", real_rows_on_a_cpu),
     section("linear", functools.partial(linear, "h200")),
