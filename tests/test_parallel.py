@@ -566,14 +566,15 @@ def check_compiled(ranks: Ranks):
     h, w, _, t, v, _ = models(torch.float32, (2 * ranks.world,), vocab=20)
     cuts = ranks.uneven(20)
     log_p, ids = log_p.to(ranks.device), ids.to(ranks.device)
+    group = ranks.group  # Dynamo of torch 2.8 follows no property
     place = {"first_token": [0, *cuts][ranks.rank], "total_vocab": 20}
     cases = {
-        "mean": (lambda a, b: kullback.divergence(a, b, "jensen_shannon", group=ranks.group), (x, y)),
-        "none": (lambda a, b: kullback.divergence(a, b, reduction="none", group=ranks.group).square().sum(), (x, y)),
-        "topk": (lambda a: kullback.topk_divergence(a, log_p, ids, group=ranks.group, **place), (x,)),
-        "linear": (lambda *a: kullback.linear_divergence(*a, group=ranks.group, **place), (h, w, t, v)),
+        "mean": (lambda a, b: kullback.divergence(a, b, "jensen_shannon", group=group), (x, y)),
+        "none": (lambda a, b: kullback.divergence(a, b, reduction="none", group=group).square().sum(), (x, y)),
+        "topk": (lambda a: kullback.topk_divergence(a, log_p, ids, group=group, **place), (x,)),
+        "linear": (lambda *a: kullback.linear_divergence(*a, group=group, **place), (h, w, t, v)),
         "sequence": (
-            lambda *a: kullback.linear_divergence(*a, group=ranks.group, sequence_dim=0, **place),
+            lambda *a: kullback.linear_divergence(*a, group=group, sequence_dim=0, **place),
             (h, w, t, v),
         ),
     }
@@ -630,7 +631,7 @@ def check_dtensors(ranks: Ranks):
             loss = kullback.divergence(*leaves, kind, row_weight=given, labels=labels, **options)
             assert loss.placements[-1] == Replicate()
             assert relative_error(loss.full_tensor(), expected) < EXACT
-            loss.square().sum().backward()
+            loss.full_tensor().square().sum().backward()  # torch 2.8 squares the parts of a sum over rows
             for leaf, gradient in zip(leaves, gradients, strict=True):
                 assert leaf.grad.placements == leaf.placements
                 assert relative_error(leaf.grad.full_tensor(), gradient) < EXACT, (kind, reduction, valid, of_rows)
@@ -730,6 +731,8 @@ def check_data_parallel(ranks: Ranks):
         kullback.divergence(model(mine[0]), mine[1], "jensen_shannon").backward()
         (parameter,) = model.parameters()
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if wrap is fully_shard and ranks.device.type == "cpu" and torch.__version__.startswith("2.8."):
+            gradient = gradient / ranks.world  # torch 2.8 leaves gloo's sum undivided, of any loss
         assert relative_error(gradient, wide.grad) < GRADIENT
 
 

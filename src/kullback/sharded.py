@@ -128,7 +128,8 @@ def _of_rows(placements: Sequence[Placement], shared: int | None) -> list[Placem
 
 def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | None) -> tuple[Problem, Operands]:
     """What this device has, and the problem of it."""
-    local = Operands._make(Local.apply(tensor) if is_dtensor(tensor) else tensor for tensor in operands)
+    own: list[Any] = [Local.apply(tensor) if is_dtensor(tensor) else tensor for tensor in operands]
+    local = Operands(*own)  # Dynamo of torch 2.8 does not follow _make
     if shared is None:
         return problem, local
     mesh = input.device_mesh
@@ -152,7 +153,9 @@ _cached_of_slice = functools.lru_cache(maxsize=1024)(_of_slice)
 def _slice(vocab: int, mesh: DeviceMesh, dim: int) -> tuple[int, int]:
     """This device's first token, and how many it has: as many as each other has, but for the last ones."""
     step = -(-vocab // mesh.size(dim))
-    first_token = min(mesh.get_local_rank(dim) * step, vocab)
+    place = mesh.get_coordinate()  # Dynamo of torch 2.8 knows no get_local_rank
+    assert place is not None  # as of a DTensor that this device has a part of
+    first_token = min(place[dim] * step, vocab)
     return first_token, min(step, vocab - first_token)
 
 
