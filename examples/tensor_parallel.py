@@ -48,7 +48,7 @@ def parallelized(model: Model, mesh: DeviceMesh) -> Model:
     """The layers over the mesh: hidden states come out on every device, logits as slices."""
     plan = {
         "up": ColwiseParallel(),
-        "down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        "down": RowwiseParallel(),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     return parallelize_module(model.to(mesh.device_type), mesh, plan)
@@ -59,8 +59,15 @@ def of_logits(student: Model, teacher: Model, tokens: Tensor) -> Tensor:
 
 
 def of_hidden_states(student: Model, teacher: Model, tokens: Tensor) -> Tensor:
-    hidden, weight = student.hidden(tokens), student.head.weight
-    return kullback.linear_divergence(hidden, weight, teacher.hidden(tokens), teacher.head.weight, "jensen_shannon")
+    sides = [(laid_out(model.hidden(tokens), model.head.weight), model.head.weight) for model in (student, teacher)]
+    return kullback.linear_divergence(*sides[0], *sides[1], "jensen_shannon")
+
+
+def laid_out(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Hidden states that every device has, as a DTensor where the head is one."""
+    if not isinstance(weight, DTensor):
+        return hidden
+    return DTensor.from_local(hidden, weight.device_mesh, [Replicate()])
 
 
 def whole(tensor: Tensor) -> Tensor:
