@@ -54,11 +54,15 @@ def decisions():
     return "\n".join(f"{int(p.name[:4])}. [{title}]({p.name})" for p, title in zip(paths, titles, strict=True))
 
 
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def regimes():
     """The errors of every backend by regime, of the machines that have it; the textbook's on a CPU."""
     results = []
     for machine in ("cpu", "h200"):
-        report = json.loads((ROOT / f"benchmarks/results/{machine}/regimes.json").read_text(encoding="utf-8"))
+        report = load(f"{machine}/regimes")
         known = {r["of"] for r in results}
         results += [r for r in report["results"] if r["of"] not in known]
     return runpy.run_path(str(ROOT / "benchmarks/regimes.py"))["tables"](results)
@@ -66,7 +70,7 @@ def regimes():
 
 def real_rows(name):
     """Milliseconds with a student's gradient on an H100, and the share of three passes' time in it."""
-    report = json.loads((ROOT / f"benchmarks/results/h100/{name}.json").read_text(encoding="utf-8"))
+    report = load(f"h100/{name}")
     cells = {}
     for result in report["results"]:
         case = result["case"]
@@ -82,7 +86,7 @@ def real_rows(name):
 
 def rivals_on_real_rows():
     """Milliseconds on an H100, each with a student's gradient."""
-    report = json.loads((ROOT / "benchmarks/results/h100/real_rivals.json").read_text(encoding="utf-8"))
+    report = load("h100/real_rivals")
     names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
     lines = ["| rows | kind | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for result in report["results"]:
@@ -146,7 +150,7 @@ TASKS = ("forward", "forward + gradient", "forward + both gradients", "each row,
 def literal():
     """Milliseconds of probabilities and log-probabilities on an H200, the ceiling's share in those of a forward."""
     lines = ["| | kullback | of the ceiling | torch.compile | eager |", "|---|" + "---|" * 4]
-    for result in json.loads((ROOT / "benchmarks/results/h200/cases.json").read_text(encoding="utf-8")):
+    for result in load("h200/cases"):
         case, found = result["case"], {(e["name"], e["task"]): e for e in result["results"]}
         for task in TASKS[:2]:
             ours, *rivals = (found[name, task]["seconds"] * 1e3 for name in ("kullback", "torch.compile", "eager"))
@@ -160,7 +164,7 @@ def literal():
 
 def logits(noise):
     """Milliseconds of logits on an H100, and the share in them of the bytes that must move."""
-    results = json.loads((ROOT / "benchmarks/results/h100/logits.json").read_text(encoding="utf-8"))
+    results = load("h100/logits")
     rows = {}
     for result in sorted(results, key=lambda result: list(DIVERGENCES).index(result["case"]["kind"])):
         case = result["case"]
@@ -177,7 +181,7 @@ def rivals_on_random_rows():
     """Milliseconds of far rows of logits on an H200, of all that were run there."""
     names = ["kullback", "torch.compile", "liger", "eager"]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
-    for result in json.loads((ROOT / "benchmarks/results/h200/logits.json").read_text(encoding="utf-8")):
+    for result in load("h200/logits"):
         case, found = result["case"], {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
         if case["noise"] != 1.0 or ("liger", "forward") not in found:
             continue
@@ -189,7 +193,7 @@ def rivals_on_random_rows():
 
 def linear(machine):
     """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
-    report = json.loads((ROOT / f"benchmarks/results/{machine}/linear.json").read_text(encoding="utf-8"))
+    report = load(f"{machine}/linear")
     lines = ["| | ms | of the products | GB | loss | hidden | head |", "|---|" + "---|" * 6]
     for result in report["linear"]:
         case = result["case"]
@@ -220,7 +224,7 @@ def inside(result, figures):
 
 def integrations(parts, figures):
     """A step's seconds, memory and errors against float64 on a CPU: inside other libraries."""
-    report = json.loads((ROOT / "benchmarks/results/cpu/integrations.json").read_text(encoding="utf-8"))
+    report = load("cpu/integrations")
     heads = ["", "s", "MB", *(name.replace("_", " ") for name in figures)]
     lines = ["| " + " | ".join(heads).lstrip() + " |", "|---|" + "---|" * (len(heads) - 1)]
     for result in report["results"]:
@@ -231,7 +235,7 @@ def integrations(parts, figures):
 
 def ranks():
     """Two GPUs that share a vocabulary, beside one and rivals; and what is foretold of more."""
-    report = json.loads((ROOT / "benchmarks/results/h100/parallel.json").read_text(encoding="utf-8"))
+    report = load("h100/parallel")
     lines = ["| | ms | one GPU's time over it | GB | forward, ms |", "|---|---|---|---|---|"]
     for name, part in report.items():
         if not name.startswith(("dense", "linear")):
@@ -249,10 +253,6 @@ def ranks():
                     times = f"{foretold['seconds'] * 1e3:.2f} | {foretold['of_one']:.2f}"
                     lines.append(f"| {way.replace('forecast', f'forecast: {count} GPUs')} | {times} | | |")
     return "\n".join(lines)
-
-
-def load(name):
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def header(*names):

@@ -243,29 +243,30 @@ def test_a_killed_rank_is_an_error_on_the_others(tmp_path):
     spawn(killed, 2, tmp_path, "nccl")
 
 
-def test_what_cannot_be_enabled():
+@contextlib.contextmanager
+def alone():
+    """A group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ValueError, match="rows must be from 1 to 214748363, got 0"):
-            kullback.enable_symmetric_memory(dist.group.WORLD, rows=0)
-        with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
-            kullback.enable_symmetric_memory(dist.group.WORLD, timeout=timedelta())
+        yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 
 
+def test_what_cannot_be_enabled():
+    with alone() as group:
+        with pytest.raises(ValueError, match="rows must be from 1 to 214748363, got 0"):
+            kullback.enable_symmetric_memory(group, rows=0)
+        with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
+            kullback.enable_symmetric_memory(group, timeout=timedelta())
+
+
 def test_a_group_of_the_same_name_is_not_enabled():
-    for is_first in (True, False):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            group = dist.group.WORLD
-            assert symmetric.packet_buffer_of(group) is None
-            if is_first:
-                launches = torch.zeros((), dtype=torch.int64)
-                symmetric._buffers[group] = symmetric.packet_buffer(0, launches, 0, 1, ROWS, timedelta(seconds=1))
-                assert symmetric.packet_buffer_of(group) is not None
-                name = group.group_name
-            else:
-                assert group.group_name == name
-        finally:
-            dist.destroy_process_group()
+    with alone() as group:
+        name, launches = group.group_name, torch.zeros((), dtype=torch.int64)
+        assert symmetric.packet_buffer_of(group) is None
+        symmetric._buffers[group] = symmetric.packet_buffer(0, launches, 0, 1, ROWS, timedelta(seconds=1))
+        assert symmetric.packet_buffer_of(group) is not None
+    with alone() as group:
+        assert group.group_name == name
+        assert symmetric.packet_buffer_of(group) is None

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from kullback.work import Peers
 
 PACKETS = 20  # of 64 bits, for a row and a rank: in two halves an estimate's two and two exchanges' four (ranks.cuh)
-NOTHING_SENT = -1
+NOTHING_SENT = -1  # a packet whose flag no exchange has
 MAX_RANKS = 8
 
 T = TypeVar("T")
@@ -80,29 +80,22 @@ def enable_symmetric_memory(
     dist.all_gather_object(asked, rows, group=group)
     if len(set(asked)) > 1:
         raise ValueError(f"rows must be the same on all ranks, got {asked}")
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
-    _agree(group, None if is_hopper else "it serves GPUs of compute capability 9.0 or later")
     packets = _attempted(group, lambda: _packets(rows * group.size()))
     _buffers[group] = _attempted(group, lambda: _exchanged(packets, group, rows, timeout))
 
 
-def _agree(group: dist.ProcessGroup, failure: str | None) -> None:
-    """All ranks raise where one fails: none is left waiting for it."""
-    failures: list[str | None] = [None] * group.size()
-    dist.all_gather_object(failures, failure, group=group)
-    for rank, reason in enumerate(failures):
-        if reason is not None:
-            raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
-
-
 def _attempted(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
-    """Its result, once it has succeeded on all ranks: none is left waiting in what comes next."""
+    """Its result, once it has succeeded on all ranks; where one fails, all raise, and none waits in what comes next."""
     found, failure = None, None
+    failures: list[str | None] = [None] * group.size()
     try:
         found = attempt()
     except (ImportError, RuntimeError) as error:
         failure = str(error) or repr(error)
-    _agree(group, failure)
+    dist.all_gather_object(failures, failure, group=group)
+    for rank, reason in enumerate(failures):
+        if reason is not None:
+            raise RuntimeError(f"group has no symmetric memory; rank {rank} says: {reason}")
     assert found is not None
     return found
 
@@ -114,6 +107,8 @@ def packet_buffer_of(group: dist.ProcessGroup) -> PacketBuffer | None:
 
 def _packets(count: int) -> Tensor:
     """Room for so many rows' of a rank, with flags of nothing that is ever sent (ranks.cuh)."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9:
+        raise RuntimeError("it serves GPUs of compute capability 9.0 or later")
     from torch.distributed import _symmetric_memory as symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())

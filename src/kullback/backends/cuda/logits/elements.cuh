@@ -10,7 +10,7 @@ namespace kullback {
    than 3e-6 of it; of 1 - Σ p^a q^(1-a) the rounding of a whole sum is left. */
 #define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
 
-/* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula (elements.cuh). */
+/* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula, or polynomials serve (near.cuh). */
 #define MIN_NEAR_SUM (HAS_TILTED_LSE && !HAS_NEAR ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : IS_SMOOTH ? 4e-4f : 5e-3f)
 
 /* An exponent of no mass, and a number after any factor */
