@@ -279,13 +279,13 @@ def test_mixed_dtypes_and_helpers(arch):
     for dtype in DTYPES:
         registers(topk.source(dtype, "logits", False), arch)
         registers(topk.entries_source(dtype, "log_probs"), arch)
-        registers(describe.source(dtype, dtype, (False, False), True), arch)
+        registers(describe.source(describe.Variant(dtype, dtype)), arch)
         if arch == "sm_90a":
             registers(topk.source(dtype, "logits", True), arch)
             registers(topk.source(dtype, "log_probs", False), arch)
             registers(topk.source(dtype, "probs", False), arch)
-            registers(describe.source(dtype, torch.float32, (True, True), True), arch)
-            registers(describe.source(dtype, dtype, (True, False), False), arch)
+            registers(describe.source(describe.Variant(dtype, torch.float32, (True, True), True, False)), arch)
+            registers(describe.source(describe.Variant(dtype, dtype, (True, False), False, threads=64)), arch)
     registers(inlined("cuda/ceiling.cuh", {}), arch)
 
 

@@ -75,3 +75,9 @@ def near_fit(
     if not bool((((powers @ factors) - wanted).abs() <= allowed * wanted.abs()).all()):
         return None
     return tuple((factors / NEAR_RADIUS**exponents).tolist())
+
+
+def shortest_fit(values_of: Callable[[Tensor], Tensor], first: int, tolerance: float) -> tuple[float, ...]:
+    """As few factors as reach."""
+    found = (near_fit(values_of, first, count, tolerance) for count in range(1, NEAR_TERMS + 1))
+    return next(factors for factors in found if factors is not None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
-from kullback.backends.near import NEAR_RADIUS, NEAR_TERMS, NEAR_TOLERANCE, near, near_fit
+from kullback.backends.near import NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
@@ -124,29 +124,53 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
     )
 
 
+SLOPE_TOLERANCE = 0.05  # of what is multiplied by a rounding
+
+
 @functools.cache
 def print_near_terms() -> str:
-    """`Terms near_terms(r, root)` of an element by its log-ratio, below NEAR_RADIUS, and √(p·q): polynomials."""
-    terms: dict[str, tuple[str, int, tuple[float, ...] | None]] = {}
-    for kind in DESCRIBED:
-        found = near(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
-        terms[kind] = (*(("size", 1) if has_corner(kind) else ("r", 2)), found and found.term)
-    terms["q_minus_p"] = "r", 1, near_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TERMS, NEAR_TOLERANCE)
-    terms["slope"] = "size", 0, near_fit(lambda r: _slope(r.abs()), 0, NEAR_TERMS, NEAR_TOLERANCE)
-    lines = [
-        f"    terms.{name} = {'SIGNED(root)' if name == 'slope' else 'root'} * {_polynomial(*of)};\n"
-        for name, of in terms.items()
-    ]
+    """`Terms near_terms(r, root)` of an element by its log-ratio, below NEAR_RADIUS, and √(p·q): polynomials of r.
+
+    Each is in two parts, of even powers and of odd ones. Parts that differ by a factor of 2 or a sign are printed
+    once: kinds of which one is the other with p and q exchanged have them in common, and |p - q| has those of q - p.
+    """
+    parts: list[tuple[float, ...]] = []
+    lines = []
+    for name, (variable, first, factors) in _near_polynomials().items():
+        even, odd = (_part(factors[start::2], parts) for start in (0, 1))
+        polynomial = f"{even} + {variable} * ({odd})" if odd else even
+        root = "SIGNED(root)" if name == "slope" else "root"
+        lines.append(f"    terms.{name} = {' * '.join([root, *[variable] * first, f'({polynomial})'])};\n")
+    printed = [f"    const real part{i} = {_horner(factors)};\n" for i, factors in enumerate(parts)]
     return f"""\
 #define NEAR_RADIUS (real){NEAR_RADIUS!r}
-#define SIGNED(x) (r > 0 ? x : r < 0 ? -x : 0)
+#define SIGNED(x) real_copysign(x, r)
 INLINE Terms near_terms(real r, real root)
 {{
     const real size = safe_abs(r), square = r * r;
-    Terms terms;
+{"".join(printed)}    Terms terms;
 {"".join(lines)}    return terms;
 }}
 """
+
+
+def _near_polynomials() -> dict[str, tuple[str, int, tuple[float, ...]]]:
+    """Of each term, over √(p·q), what it is a polynomial of, that one's first power, and the factors."""
+
+    def term(kind: str, ratio: Tensor) -> Tensor:
+        parameter = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
+        found: Tensor = element_at(kind, parameter, ratio).term
+        return found
+
+    def of_kind(kind: str) -> tuple[str, int, tuple[float, ...]]:
+        if has_corner(kind):  # a symmetric one
+            return "size", 1, shortest_fit(lambda r: term(kind, r.abs()) * r.sign(), 1, NEAR_TOLERANCE)
+        return "r", 2, shortest_fit(functools.partial(term, kind), 2, NEAR_TOLERANCE)
+
+    return {kind: of_kind(kind) for kind in DESCRIBED} | {
+        "q_minus_p": ("r", 1, shortest_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TOLERANCE)),
+        "slope": ("size", 0, shortest_fit(lambda r: _slope(r.abs()), 0, SLOPE_TOLERANCE)),
+    }
 
 
 def _slope(ratio: Tensor) -> Tensor:
@@ -156,23 +180,20 @@ def _slope(ratio: Tensor) -> Tensor:
     return slope
 
 
-def _polynomial(variable: str, first: int, factors: tuple[float, ...] | None) -> str:
-    """Σ factor · variable^power, from the power `first` on, in float32; even and odd powers apart.
-
-    So a kind whose r has the other sign has the same parts, and a compiler finds them once.
-    """
-    assert factors is not None, "it reaches"
-    even, odd = (
-        torch.tensor(part, dtype=torch.float32, device="cpu").tolist() for part in (factors[::2], factors[1::2])
-    )
-    text = _horner(even)
-    if any(odd):
-        is_negative = odd[0] < 0
-        text += f" {'-' if is_negative else '+'} {variable} * ({_horner([-c if is_negative else c for c in odd])})"
-    return " * ".join([*[variable] * first, f"({text})"])
+def _part(factors: tuple[float, ...], parts: list[tuple[float, ...]]) -> str:
+    """A polynomial of the square, as one of `parts`, which it may become, times a factor; or nothing."""
+    own = torch.tensor(factors, dtype=torch.float32, device="cpu")
+    if not bool(own.any()):
+        return ""
+    for scale in (1.0, -1.0, 2.0, -2.0, 0.5, -0.5):
+        if (known := tuple((own / scale).tolist())) in parts:
+            return f"(real){scale!r} * part{parts.index(known)}"
+    parts.append(tuple(own.tolist()))
+    return f"part{len(parts) - 1}"
 
 
-def _horner(factors: list[float]) -> str:
+def _horner(factors: tuple[float, ...]) -> str:
+    """Σ factor · square^k."""
     text = ""
     for factor in reversed(factors):
         text = f"(real){factor!r} + square * ({text})" if text else f"(real){factor!r}"

@@ -30,6 +30,18 @@ INLINE unsigned short cvt_rn_bf16_f32(float x)
     const unsigned word = gpu::bits_of<unsigned>(x);
     return x != x ? 0x7fff : (unsigned short)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
+INLINE unsigned max_nan_bf16x2(unsigned a, unsigned b)
+{
+    const auto real = [](unsigned x) { return gpu::bits_of<float>(x); };
+    const unsigned low = gpu::bits_of<unsigned>(max_nan(real(a << 16), real(b << 16)));
+    return gpu::bits_of<unsigned>(max_nan(real(a & 0xffff0000u), real(b & 0xffff0000u))) | low >> 16;
+}
+INLINE unsigned max_nan_f16x2(unsigned a, unsigned b)
+{
+    const auto real = [](unsigned x) { return cvt_f32_f16((unsigned short)x); };
+    const unsigned low = cvt_rn_f16_f32(max_nan(real(a), real(b)));
+    return (unsigned)cvt_rn_f16_f32(max_nan(real(a >> 16), real(b >> 16))) << 16 | low;
+}
 INLINE unsigned cvt_rn_satfinite_f16x2(float high, float low)
 {
     const auto half = [](float x) { return (unsigned)cvt_rn_f16_f32(x > 65504 ? 65504 : x < -65504 ? -65504 : x); };

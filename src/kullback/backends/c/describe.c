@@ -27,7 +27,7 @@ typedef struct {
 } Sums;
 
 /* Of so many tokens together it is decided how their terms are found. */
-enum { GROUP = 128 };
+enum { GROUP = 256 };
 
 INLINE real log_q_of(real x, const Row *row)
 {
@@ -56,9 +56,6 @@ INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softca
 #if REAL_IS_DOUBLE
 #define CLOSE_RATIO 0.48 /* found with a rounding; terms are close below 1/2 */
 #else
-/* A log-ratio that was found with a rounding is below NEAR_RADIUS if it is below this. */
-#define LONGEST_NEAR (NEAR_RADIUS - (real)1e-3)
-
 /* √(p·q) */
 INLINE real root_of(real x, real y, const Row *row)
 {
@@ -70,8 +67,6 @@ INLINE real ratio_of(real x, real y, const Row *row)
     return safe_logit_difference(y, row->target_inv_temperature, x, row->input_inv_temperature, row->log_z_diff_high,
                                  row->log_z_diff_low);
 }
-
-INLINE Terms polynomial_terms(real x, real y, Row row) { return near_terms(ratio_of(x, y, &row), root_of(x, y, &row)); }
 
 /* Also of elements that are far, and numbers: there nothing cancels. */
 INLINE Terms mixed_terms(real x, real y, Row row)
@@ -103,13 +98,50 @@ INLINE Terms mixed_terms(real x, real y, Row row)
         slope += terms.slope;                                                                          \
     }
 
+#if !REAL_IS_DOUBLE
+/* By polynomials, as if all were near; returns the longest log-ratio, infinite of NaN. */
+INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+{
+    EACH_KIND(ZERO)
+    real q_minus_p = 0, slope = 0, longest = 0;
+    (void)softcaps;
+#pragma omp simd reduction(+: KINDS, q_minus_p, slope) reduction(max: longest)
+    for (int64_t i = 0; i < n; i++) {
+        const real own = COUNTED_X(LOAD_X(x[i])), other = COUNTED_Y(LOAD_Y(y[i]));
+        const real ratio = ratio_of(own, other, &row), size = safe_abs(ratio), of_number = size < REAL_INFINITY ? size : REAL_INFINITY;
+        const Terms terms = near_terms(ratio, root_of(own, other, &row));
+        longest = of_number > longest ? of_number : longest;
+        EACH_KIND(ADD_TERM)
+        q_minus_p += terms.q_minus_p;
+        slope += terms.slope;
+    }
+    if (longest < NEAR_RADIUS) {
+#define ADD_NEAR(kind) sums->kind += kind;
+        EACH_KIND(ADD_NEAR)
+        ADD_NEAR(q_minus_p)
+        ADD_NEAR(slope)
+    }
+    return longest;
+}
+#endif
+
 NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
 {
     Sums sums = { 0 };
-    (void)softcaps;
+    int is_far = 0; /* whether the group before was */
+    (void)softcaps, (void)is_far;
     for (int64_t start = 0; start < n; start += GROUP) {
         const int64_t end = start + GROUP < n ? start + GROUP : n;
+#if REAL_IS_DOUBLE
         const real longest = longest_of(x + start, y + start, end - start, &row, softcaps);
+#else
+        real longest = is_far ? longest_of(x + start, y + start, end - start, &row, softcaps) : 0;
+        if (longest < NEAR_RADIUS)
+            longest = add_near(&sums, x + start, y + start, end - start, row, softcaps);
+        is_far = !(longest < NEAR_RADIUS);
+        if (!is_far)
+            continue;
+#endif
         EACH_KIND(ZERO)
         real q_minus_p = 0, slope = 0;
 #if REAL_IS_DOUBLE
@@ -117,9 +149,7 @@ NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Sof
             ADD_TERMS(close_terms)
         }
 #else
-        if (longest < LONGEST_NEAR) {
-            ADD_TERMS(polynomial_terms)
-        } else if (longest < REAL_INFINITY) {
+        if (longest < REAL_INFINITY) {
             ADD_TERMS(mixed_terms)
         }
 #endif

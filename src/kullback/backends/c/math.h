@@ -17,6 +17,7 @@ typedef int64_t bits;
 typedef uint64_t ubits;
 #define real_fma __builtin_fma
 #define safe_abs __builtin_fabs
+#define real_copysign __builtin_copysign
 #define safe_sqrt __builtin_sqrt
 #define SMALLEST_NORMAL 0x1p-1022
 #define RAISE 0x1p54
@@ -35,6 +36,7 @@ typedef int32_t bits;
 typedef uint32_t ubits;
 #define real_fma __builtin_fmaf
 #define safe_abs __builtin_fabsf
+#define real_copysign __builtin_copysignf
 #define safe_sqrt __builtin_sqrtf
 #define SMALLEST_NORMAL 0x1p-126f
 #define RAISE 0x1p23f

@@ -64,7 +64,8 @@
 #endif
 
 #ifndef HAS_TARGET
-#define HAS_TARGET 1 /* describe.cuh: whether there are two sides */
+#define HAS_TARGET 1 /* describe.cuh: whether there are two sides, and they have one temperature */
+#define ONE_TEMPERATURE 1
 #endif
 
 #ifndef INPUT_IS_CAPPED

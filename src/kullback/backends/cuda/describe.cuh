@@ -1,275 +1,245 @@
-/* Every figure of rows of logits (work.Describe). A block takes a row: it reads each side for what is said of that alone, then
-   both. Printed in the place of terms.cuh: the terms of an element, and what they are made of; the kinds; the order of what is
-   written. */
+/* Every figure of rows of logits (work.Describe). A block takes a row: it reads each side for what is said of that alone, then both,
+   from the row's end, of which the second-level cache still has the most. Printed in the place of terms.cuh: the terms of an element,
+   and what they are made of; the kinds; the order of what is written. */
 #pragma once
 
-#include "cuda/block.cuh"
-#include "cuda/light.cuh"
+#include "cuda/side.cuh"
 #include "cuda/terms.cuh"
-#include "cuda/vector.cuh"
 
 namespace kullback {
 
-enum { NOWHERE = 0x7fffffff };
+enum { WARPS = THREADS / WARP, SIDES = 1 + HAS_TARGET };
 
-/* A side's row, or part of it: masses are against the largest logit as it counts. Beside the masses of 1 that maxima have,
-   small ones would lose their digits: those are counted. */
-typedef struct {
-    real max;
-    int first, nan_at, above; /* the first of the maxima; of NaN; how many are above the label */
-    double maxima, rest, moment; /* of the others Σ exp(exponent), and Σ exponent·exp(exponent) */
-} Side;
+#if HAS_TARGET
+/* Whether sums and differences of logits are floats; of such whose size is not alike a rounding is nothing beside them. */
+#define ARE_EXACT (ONE_TEMPERATURE && IS_16_BIT && !INPUT_IS_CAPPED && !TARGET_IS_CAPPED)
 
-INLINE Side nothing() { return { -REAL_INFINITY, NOWHERE, NOWHERE, 0, 0, 0, 0 }; }
+#define ADD_TERM(kind) sums.kind += factor * terms.kind;
 
-/* Against another maximum, which is larger; against -inf there was nothing but NaN. */
-INLINE void rescale(Side &side, real max, real scale)
+INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
 {
-    if (side.max > -REAL_INFINITY) {
-        const double less = ((double)side.max - (double)max) * (double)scale, factor = exp(less);
-        const double total = side.rest + side.maxima;
-        side.moment = factor * (side.moment + less * total);
-        side.rest = factor * total;
+    EACH_KIND(ADD_TERM)
+    sums.q_minus_p += factor * terms.q_minus_p;
+    sums.slope += factor * terms.slope;
+}
+
+/* The terms of a row's elements. Where all that a warp has at once are near, by polynomials of their log-ratios; elements that
+   are not, by the formula, without guards where all is finite. */
+struct Pair {
+    Row row;
+    bool is_far; /* whether what this warp saw last was not near */
+#if !REAL_IS_DOUBLE
+    real x_half, y_half, less; /* √(p·q) has the exponent x_half·x + y_half·y - less, */
+    real rest;                 /* times what `less` was rounded by; so have sums */
+    real radius;               /* of log-ratios that are near: none where that overflows */
+#endif
+
+    INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row(), is_far(false)
+    {
+        const double difference = y.lse - x.lse;
+        row.input_inv_temperature = x_scale.inv_temperature;
+        row.input_max = x.max;
+        row.input_inv_sum_exp = 1 / x.sum_exp;
+        row.input_log_sum_exp = x.log_sum_exp;
+        row.target_inv_temperature = y_scale.inv_temperature;
+        row.target_max = y.max;
+        row.target_inv_sum_exp = 1 / y.sum_exp;
+        row.target_log_sum_exp = y.log_sum_exp;
+        row.log_z_diff_high = (real)difference;
+        row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+#if !REAL_IS_DOUBLE
+        x_half = 0.5f * x_scale.scale;
+        y_half = 0.5f * y_scale.scale;
+        double exponent = 0.7213475204444817 * ((double)x.log_sum_exp + (double)y.log_sum_exp); /* ½·log2(e) */
+        if (ARE_EXACT)
+            exponent += (double)x_half * ((double)x.max + (double)y.max);
+        less = (real)exponent;
+        radius = safe_abs(less) < REAL_INFINITY ? NEAR_RADIUS : 0;
+        rest = radius > 0 ? ex2((real)((double)less - exponent)) : 1;
+#endif
     }
-    side.maxima = 0;
-    side.max = max;
-    side.first = NOWHERE;
-}
 
-INLINE Side merged(Side a, Side b, real scale)
-{
-    if (a.max < b.max)
-        rescale(a, b.max, scale);
-    else if (b.max < a.max)
-        rescale(b, a.max, scale);
-    return { a.max, a.first < b.first ? a.first : b.first, a.nan_at < b.nan_at ? a.nan_at : b.nan_at, a.above + b.above,
-             a.maxima + b.maxima, a.rest + b.rest, a.moment + b.moment };
-}
+#if !REAL_IS_DOUBLE
+    INLINE real ratio(real x, real y) const
+    {
+        if (ONE_TEMPERATURE && IS_16_BIT)
+            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high) - row.log_z_diff_low;
+        return safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high,
+                                     row.log_z_diff_low);
+    }
+    INLINE real root(real x, real y) const
+    {
+        if (ARE_EXACT)
+            return ex2(fmaf(x + y, x_half, -less));
+        return ex2(fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less)));
+    }
+#endif
 
-/* COUNT elements of a row, from place `start` on, where they are the thread's to add. All of a warp call, and have one
-   maximum: one that each had for itself would seldom be the same step's, and a warp waits for all. */
-template <int COUNT> INLINE void add(Side &side, const real *values, int start, bool is_here, real scale, real own)
-{
-    real top = -REAL_INFINITY, rest = 0, moment = 0;
-    int maxima = 0;
+    /* What all sums are to be multiplied by */
+    INLINE double factor() const
+    {
+#if REAL_IS_DOUBLE
+        return 1;
+#else
+        return (double)rest;
+#endif
+    }
+
+    /* All of a warp call. x(j) and y(j) are the elements, and again those that are read, which are the thread's to add if `is_here`. */
+    template <int COUNT, typename F, typename G, typename H, typename I>
+    INLINE void add(Terms &sums, bool is_here, F x, G y, H read_x, I read_y)
+    {
+        Terms part = {};
+#if REAL_IS_DOUBLE
+#pragma unroll 1
+        for (int j = 0; j < COUNT; j++)
+            add_to(part, safe_terms(read_x(j), read_y(j), row));
+#else
+        real longest = 0;
+        if (!is_far) {
 #pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        top = is_here && values[j] > top ? values[j] : top;
-    if (!warp_all(!(top > side.max))) {
-#pragma unroll
-        for (int step = WARP / 2; step; step /= 2) {
-            const real other = shfl_xor(top, step);
-            top = other > top ? other : top;
+            for (int j = 0; j < COUNT; j++) {
+                const real own = x(j), other = y(j), log_ratio = ratio(own, other);
+                longest = max_nan(longest, safe_abs(log_ratio));
+                add_to(part, near_terms(log_ratio, root(own, other)));
+            }
+            is_far = !warp_all(longest < radius);
+            if (!is_far) {
+                add_to(sums, part, is_here);
+                return;
+            }
+            part = {};
+            longest = 0;
         }
-        rescale(side, top, scale);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            const real own = x(j), other = y(j), log_ratio = ratio(own, other);
+            const bool is_near = safe_abs(log_ratio) < radius;
+            longest = max_nan(longest, safe_abs(log_ratio));
+            add_to(part, near_terms(is_near ? log_ratio : 0, is_near ? root(own, other) : 0));
+            if (warp_all(is_near))
+                continue;
+            const Terms far = light_terms(own, other, row);
+            if (!is_near && safe_abs(log_ratio) < REAL_INFINITY)
+                add_to(part, far, 2 - rest); /* over rest, which is as near to 1 */
+        }
+        is_far = !warp_all(longest < radius);
+        if (!(longest < REAL_INFINITY))
+#pragma unroll 1
+            for (int j = 0; j < COUNT; j++) { /* read again: registers have no index */
+                const real own = read_x(j), other = read_y(j);
+                if (!(safe_abs(ratio(own, other)) < REAL_INFINITY))
+                    add_to(part, safe_terms(own, other, row), 2 - rest);
+            }
+#endif
+        if (is_here)
+            add_to(sums, part);
     }
-    if (!is_here)
-        return;
-#pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-        const real exponent = (values[j] - side.max) * scale, mass = mass_exp(exponent);
-        const bool is_max = values[j] == side.max;
-        maxima += is_max;
-        rest += is_max ? (real)0 : mass;
-        moment = mass > 0 ? mass * exponent + moment : moment; /* 0 of a maximum */
-        side.above += values[j] > own;
-    }
-    if (maxima && side.first == NOWHERE)
-#pragma unroll
-        for (int j = COUNT - 1; j >= 0; j--)
-            side.first = values[j] == side.max ? start + j : side.first;
-    if (rest != rest)
-#pragma unroll
-        for (int j = COUNT - 1; j >= 0; j--)
-            side.nan_at = values[j] != values[j] && start + j < side.nan_at ? start + j : side.nan_at;
-    side.maxima += maxima;
-    side.rest += (double)rest;
-    side.moment += (double)moment;
-}
+};
 
-INLINE Side shfl_xor(const Side &side, int step)
+INLINE Terms sums_of(const X *x, const Y *y, int vocab, Pair &pair, real x_cap, real y_cap)
 {
-    return { shfl_xor(side.max, step), shfl_xor(side.first, step), shfl_xor(side.nan_at, step), shfl_xor(side.above, step),
-             shfl_xor(side.maxima, step), shfl_xor(side.rest, step), shfl_xor(side.moment, step) };
-}
-
-/* All threads get the row's. */
-INLINE Side block_merged(Side side, real scale)
-{
-    __shared__ Side warps[THREADS / WARP];
+    Terms sums = {};
+    const auto input = [&](real x) { return counted(x, x_cap, INPUT_IS_CAPPED); };
+    const auto target = [&](real y) { return counted(y, y_cap, TARGET_IS_CAPPED); };
+    /* Vectors where both sides' begin at the same element; the rest one by one. All of a warp go along. */
+    const Cover<X> cover(x, vocab, head_of(x, vocab) == head_of(y, vocab));
+    const auto place_of = [&](int start) { return cover.place(max(min(start + (int)threadIdx.x, cover.vectors - 1), 0)); };
+    int start = (cover.vectors - 1) / THREADS * THREADS;
+    Packed<X> own[UNROLL];
+    Packed<Y> other[UNROLL];
+    const auto fetch = [&](int u, int first) {
+        const int place = place_of(first);
+        own[u] = load(x + place);
+        other[u] = load(y + place);
+    };
 #pragma unroll
-    for (int step = WARP / 2; step; step /= 2)
-        side = merged(side, shfl_xor(side, step), scale);
-    __syncthreads(); /* the side before may still be being read */
-    if (threadIdx.x % WARP == 0)
-        warps[threadIdx.x / WARP] = side;
-    __syncthreads();
-    side = warps[0];
-    for (int warp = 1; warp < THREADS / WARP; warp++)
-        side = merged(side, warps[warp], scale);
-    return side;
-}
-
-INLINE real counted(real x, real softcap, bool is_capped) { return is_capped ? softcapped(x, softcap) : x; }
-
-template <typename T> INLINE Side side_of(const T *x, int vocab, real scale, real softcap, bool is_capped, real own)
-{
-    Side side = nothing();
-    const int head = (int)head_of(x, vocab), vectors = (vocab - head) / WIDTH, edges = vocab - vectors * WIDTH;
-    for (int first = 0; first < vectors; first += THREADS * UNROLL) {
-        const int v = first + threadIdx.x;
-        Packed<T> loaded[UNROLL] = {};
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (v + u * THREADS < vectors)
-                loaded[u] = load(x + head + (v + u * THREADS) * WIDTH);
+    for (int u = 0; u < UNROLL && cover.vectors; u++)
+        fetch(u, start - u * THREADS);
+#pragma unroll 1
+    for (; start >= 0 && cover.vectors; start -= UNROLL * THREADS)
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            real values[WIDTH];
-#pragma unroll
-            for (int j = 0; j < WIDTH; j++)
-                values[j] = counted(at(loaded[u], j), softcap, is_capped);
-            add<WIDTH>(side, values, head + (v + u * THREADS) * WIDTH, v + u * THREADS < vectors, scale, own);
+            const int first = start - u * THREADS, place = place_of(first);
+            if (first < 0)
+                break;
+            pair.add<WIDTH>(sums, first + (int)threadIdx.x < cover.vectors,
+                            [&](int j) { return input(at(own[u], j)); }, [&](int j) { return target(at(other[u], j)); },
+                            [&](int j) { return input(to_real(x[place + j])); },
+                            [&](int j) { return target(to_real(y[place + j])); });
+            fetch(u, first - UNROLL * THREADS); /* long before it is needed */
         }
+#pragma unroll 1
+    for (int first = 0; first < cover.edges; first += THREADS) {
+        const int i = first + (int)threadIdx.x, place = cover.edge(min(i, cover.edges - 1));
+        const auto own_edge = [&](int) { return input(to_real(x[place])); };
+        const auto other_edge = [&](int) { return target(to_real(y[place])); };
+        pair.add<1>(sums, i < cover.edges, own_edge, other_edge, own_edge, other_edge);
     }
-    const int i = threadIdx.x, place = i < head ? i : i + vectors * WIDTH; /* less than two vectors */
-    const real edge = i < edges ? counted(to_real(x[place]), softcap, is_capped) : (real)0;
-    add<1>(side, &edge, place, i < edges, scale, own);
-    return block_merged(side, scale);
-}
-
-/* NaN of a row that has an infinite maximum, as of one that has NaN */
-INLINE double sum_exp(const Side &side)
-{
-    return safe_abs(side.max) < REAL_INFINITY ? side.rest + side.maxima : (double)(side.max - side.max);
-}
-
-/* One thread calls. */
-INLINE void write_side(const Side &side, real scale, double *numbers, long long *tokens, long long stride)
-{
-    const double sum = sum_exp(side);
-    numbers[0] = side.max == -REAL_INFINITY && side.nan_at == NOWHERE ? (double)side.max : (double)side.max * (double)scale + log(sum);
-    numbers[stride] = (side.maxima == 1 ? log1p(side.rest) : log(sum)) - side.moment / sum;
-    tokens[0] = side.nan_at < NOWHERE ? side.nan_at : side.first < NOWHERE ? side.first : 0;
-    tokens[stride] = side.above;
-}
-
-#define DECLARE(kind) double kind;
-typedef struct {
-    EACH_KIND(DECLARE)
-    double q_minus_p, slope;
-} Sums;
-
-#define ADD_TERM(kind) sums.kind += (double)part.kind;
-#define ADD_ELEMENT(kind) part.kind += terms.kind;
-#define SHARE(kind) sums.kind = block_sum(sums.kind);
-
-/* An element's terms: polynomials of its log-ratio where that is short, so that nothing cancels; else the formula, without guards
-   where all is finite. */
-INLINE void add_terms(Terms &part, real xi, real yi, const Row &row)
-{
-    Terms terms;
-#if REAL_IS_DOUBLE
-    terms = safe_terms(xi, yi, row);
-#else
-    const real x_exponent = (xi - row.input_max) * row.input_inv_temperature - row.input_log_sum_exp;
-    const real y_exponent = (yi - row.target_max) * row.target_inv_temperature - row.target_log_sum_exp;
-    const real ratio = stable_logit_difference(yi, row.target_inv_temperature, xi, row.input_inv_temperature, row.log_z_diff_high,
-                                               row.log_z_diff_low);
-    const bool is_near = safe_abs(ratio) < NEAR_RADIUS, are_near = warp_all(is_near);
-    terms = near_terms(is_near ? ratio : 0, fast_exp((real)0.5 * (x_exponent + y_exponent)));
-    if (!are_near && !is_near)
-        terms = safe_abs(y_exponent - x_exponent) < REAL_INFINITY ? light_terms(xi, yi, row) : safe_terms(xi, yi, row);
-#endif
-    EACH_KIND(ADD_ELEMENT)
-    part.q_minus_p += terms.q_minus_p;
-    part.slope += terms.slope;
-}
-
-INLINE Sums sums_of(const X *x, const Y *y, int vocab, const Row &row, real x_cap, real y_cap)
-{
-    Sums sums = {};
-    const auto take = [&](Terms &part, real xi, real yi) {
-        add_terms(part, counted(xi, x_cap, INPUT_IS_CAPPED), counted(yi, y_cap, TARGET_IS_CAPPED), row);
-    };
-    const auto close = [&](const Terms &part) {
-        EACH_KIND(ADD_TERM)
-        sums.q_minus_p += (double)part.q_minus_p;
-        sums.slope += (double)part.slope;
-    };
-    /* Vectors where both sides' begin at the same element; the rest one by one. All of a warp go along. */
-    const int head = (int)head_of(x, vocab), vectors = head == (int)head_of(y, vocab) ? (vocab - head) / WIDTH : 0;
-    for (int first = 0; first < vectors; first += THREADS) {
-        const int v = min(first + (int)threadIdx.x, vectors - 1);
-        const Packed<X> own = load(x + head + v * WIDTH);
-        const Packed<Y> other = load(y + head + v * WIDTH);
-        Terms part = {};
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++)
-            take(part, at(own, j), at(other, j));
-        if (first + (int)threadIdx.x < vectors)
-            close(part);
-    }
-    const int edges = vocab - vectors * WIDTH;
-    for (int first = 0; first < edges; first += THREADS) {
-        const int i = min(first + (int)threadIdx.x, edges - 1), place = i < head || vectors == 0 ? i : i + vectors * WIDTH;
-        Terms part = {};
-        take(part, to_real(x[place]), to_real(y[place]));
-        if (first + (int)threadIdx.x < edges)
-            close(part);
-    }
-    EACH_KIND(SHARE)
-    sums.q_minus_p = block_sum(sums.q_minus_p);
-    sums.slope = block_sum(sums.slope);
     return sums;
 }
-
-INLINE Row row_of(const Side &input, const Side &target, real x_scale, real y_scale)
-{
-    const double x_sum = sum_exp(input), y_sum = sum_exp(target);
-    const double difference = ((double)target.max * (double)y_scale - (double)input.max * (double)x_scale) + (log(y_sum) - log(x_sum));
-    Row row = {};
-    row.input_inv_temperature = x_scale;
-    row.input_max = input.max;
-    row.input_inv_sum_exp = (real)(1 / x_sum);
-    row.input_log_sum_exp = (real)log(x_sum);
-    row.target_inv_temperature = y_scale;
-    row.target_max = target.max;
-    row.target_inv_sum_exp = (real)(1 / y_sum);
-    row.target_log_sum_exp = (real)log(y_sum);
-    row.log_z_diff_high = (real)difference;
-    row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
-    return row;
-}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 kullback_describe(const X *x, const Y *y, const long long *labels, double *numbers, long long *tokens, long long rows,
                   long long vocab, long long x_stride, long long y_stride, double input_inv_temperature,
                   double target_inv_temperature, double input_softcap, double target_softcap)
 {
-    const real x_scale = (real)input_inv_temperature, x_cap = (real)input_softcap;
-    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
-        const long long label = labels ? labels[r] : -1;
-        const X *from = x + r * x_stride;
-        const real own = label < 0 ? REAL_INFINITY : counted(to_real(from[label]), x_cap, INPUT_IS_CAPPED);
-        const Side input = side_of(from, (int)vocab, x_scale, x_cap, INPUT_IS_CAPPED, own);
-        if (threadIdx.x == 0)
-            write_side(input, x_scale, numbers + NUMBER_LSE * rows + r, tokens + TOKEN_TOP_TOKEN * rows + r, rows);
+    __shared__ Side warps[SIDES][WARPS];
+    __shared__ Whole found[SIDES];
 #if HAS_TARGET
-        const real y_scale = (real)target_inv_temperature, y_cap = (real)target_softcap;
+    __shared__ Terms parts[WARPS];
+#endif
+    const real x_cap = (real)input_softcap, y_cap = (real)target_softcap;
+    const Scale x_scale(input_inv_temperature), y_scale(target_inv_temperature);
+    const int warp = (int)threadIdx.x / WARP, lane = (int)threadIdx.x % WARP;
+    for (long long r = blockIdx.x; r < rows; r += gridDim.x) {
+        const X *from = x + r * x_stride;
         const Y *other = y + r * y_stride;
-        const real their_own = label < 0 ? REAL_INFINITY : counted(to_real(other[label]), y_cap, TARGET_IS_CAPPED);
-        const Side target = side_of(other, (int)vocab, y_scale, y_cap, TARGET_IS_CAPPED, their_own);
-        const Row row = row_of(input, target, x_scale, y_scale);
-        Sums sums = sums_of(from, other, (int)vocab, row, x_cap, y_cap);
-        if (threadIdx.x == 0) {
-            write_side(target, y_scale, numbers + NUMBER_TARGET_LSE * rows + r, tokens + TOKEN_TARGET_TOP_TOKEN * rows + r, rows);
-            /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a
-               corner it is had as it is, and to the first order taken out. */
-            sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;
+        const long long label = labels ? labels[r] : -1;
+        const bool has_label = label >= 0;
+        const real own = has_label ? counted(to_real(from[label]), x_cap, INPUT_IS_CAPPED) : (real)0;
+        put(side_of(Cover<X>(from, (int)vocab), x_scale, x_cap, INPUT_IS_CAPPED, has_label, own), warps[0]);
+#if HAS_TARGET
+        const real their_own = has_label ? counted(to_real(other[label]), y_cap, TARGET_IS_CAPPED) : (real)0;
+        put(side_of(Cover<Y>(other, (int)vocab), y_scale, y_cap, TARGET_IS_CAPPED, has_label, their_own), warps[SIDES - 1]);
+#endif
+        __syncthreads();
+        for (int side = warp; side < SIDES; side += WARPS) {
+            const Whole whole = merged(lane < WARPS ? warps[side][lane] : nothing(), side ? y_scale : x_scale,
+                                       side ? target_inv_temperature : input_inv_temperature);
+            if (lane == 0) {
+                found[side] = whole;
+                write_whole(whole, numbers + (side ? NUMBER_TARGET_LSE : NUMBER_LSE) * rows + r,
+                            tokens + (side ? TOKEN_TARGET_TOP_TOKEN : TOKEN_TOP_TOKEN) * rows + r, rows);
+            }
+        }
+        __syncthreads();
+#if HAS_TARGET
+        Pair pair(found[0], found[1], x_scale, y_scale);
+        const Terms sums = sums_of(from, other, (int)vocab, pair, x_cap, y_cap);
+        Terms part = {};
+#define SUM(kind) part.kind = warp_sum(sums.kind);
+        EACH_KIND(SUM)
+        SUM(q_minus_p)
+        SUM(slope)
+        if (lane == 0)
+            parts[warp] = part;
+        __syncthreads();
+        if (warp == 0) { /* before it writes there again, all are here for the next row's sides */
+            part = lane < WARPS ? parts[lane] : Terms {};
+#define WHOLE(kind) double kind = pair.factor() * warp_sum((double)part.kind);
+            EACH_KIND(WHOLE)
+            WHOLE(q_minus_p)
+            WHOLE(slope)
+            /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner
+               it is had as it is, and to the first order taken out. */
+            WITH_CORNER += 0.5 * q_minus_p * slope;
             double *of_kind = numbers + NUMBER_KINDS * rows + r;
-#define WRITE(kind) *of_kind = sums.kind, of_kind += rows;
-            EACH_KIND(WRITE)
+#define WRITE(kind) *of_kind = kind, of_kind += rows;
+            if (lane == 0) {
+                EACH_KIND(WRITE)
+            }
         }
 #endif
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +15,23 @@ from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import TYPES, print_macros, print_near_terms, print_order, print_terms
 from kullback.work import Describe
 
-UNROLL = 2  # vectors in flight a thread
+UNROLL = 2  # vectors in flight a thread, of each side
 MAX_VOCAB = 1 << 30  # places are counted in 32 bits
+SHORT, FEW_THREADS = 4096, 64  # of rows of so many tokens; of others plan.THREADS
+MOST_THREADS, MOST_DOUBLE = 768, 256  # of a multiprocessor: bounds the registers; where arithmetic is in double
 
 Arguments = table(parameters(text(HERE / "describe.cuh"), "kullback_describe"))
+
+
+class Variant(NamedTuple):
+    """All that the code of a kernel depends on, but the architecture."""
+
+    x: torch.dtype
+    y: torch.dtype
+    capped: tuple[bool, bool] = (False, False)
+    has_target: bool = True
+    has_one_temperature: bool = True
+    threads: int = plan.THREADS  # of a row
 
 
 def why_not(work: Describe) -> str | None:
@@ -26,8 +40,9 @@ def why_not(work: Describe) -> str | None:
     return f"the kernel takes {MAX_VOCAB} tokens at most; got {vocab}" if vocab > MAX_VOCAB else None
 
 
-def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target: bool) -> str:
+def source(variant: Variant) -> str:
     """The whole CUDA file."""
+    x, y, capped = variant.x, variant.y, variant.capped
     double = torch.float64 in (x, y)
     macros: dict[str, int | str] = {
         "REAL_IS_DOUBLE": double,
@@ -35,13 +50,14 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
         "Y": TYPES[y],
         "WEIGHT": "double",
         "LOSS": "float",
-        "THREADS": plan.THREADS,
+        "THREADS": variant.threads,
         "WIDTH": plan.width(x, y),
         "UNROLL": UNROLL,
-        "MIN_BLOCKS": 1 if double else 2 if any(capped) else 3,
+        "MIN_BLOCKS": (MOST_DOUBLE if double else MOST_THREADS) // variant.threads,
         "INPUT_IS_CAPPED": capped[0],
         "TARGET_IS_CAPPED": capped[1],
-        "HAS_TARGET": has_target,
+        "HAS_TARGET": variant.has_target,
+        "ONE_TEMPERATURE": variant.has_one_temperature,
     }
     prefixes = ("safe_",) if double else ("safe_", "light_")
     terms = print_terms(prefixes) + print_near_terms() + print_order()
@@ -51,8 +67,8 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
 
 @functools.cache
 @remember_failures
-def _launcher(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target: bool, index: int) -> Launcher:
-    return Launcher(source(x, y, capped, has_target), "kullback_describe", index)
+def _launcher(variant: Variant, index: int) -> Launcher:
+    return Launcher(source(variant), "kullback_describe", index, variant.threads)
 
 
 def run(work: Describe) -> None:
@@ -60,8 +76,11 @@ def run(work: Describe) -> None:
     y = x if work.target is None else work.target
     labels = None if work.labels is None else work.labels.contiguous()
     capped = input.softcap != 0, target.softcap != 0
-    launcher = _launcher(x.dtype, y.dtype, capped, work.target is not None, x.device.index)
-    launcher(
+    has_one_temperature = input.temperature == target.temperature
+    threads = FEW_THREADS if x.size(1) <= SHORT else plan.THREADS
+    variant = Variant(x.dtype, y.dtype, capped, work.target is not None, has_one_temperature, threads)
+    index = x.get_device()
+    _launcher(variant, index)(
         x.size(0),
         *Arguments(
             x=x.data_ptr(),

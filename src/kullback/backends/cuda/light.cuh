@@ -8,16 +8,7 @@
 
 namespace kullback {
 
-#if REAL_IS_DOUBLE
-#define mass_exp safe_exp
-#else
-/* With what the product by log2(e) is rounded by: an entropy shows it. */
-INLINE real mass_exp(real x)
-{
-    const real exponent = x * 1.44269504f, rest = fmaf(x, 1.44269504f, -exponent) + x * 1.9259630e-8f;
-    return ex2(exponent) * fmaf(x > -200 ? rest : 0, LN2, 1);
-}
-
+#if !REAL_IS_DOUBLE
 #define light_abs safe_abs
 #define light_half_sign safe_half_sign
 #define light_small_expm1 stable_small_expm1
@@ -29,7 +20,7 @@ INLINE real mass_exp(real x)
 #define light_mass_times fast_mass_times
 #define light_mixture fast_mixture
 #define light_fraction in_range_ratio_or_zero
-#define light_log_mix fast_log_mix
+#define light_log_mix near_log_mix
 #define light_exp fast_exp
 
 /* Of the difference, as the row's Σ exp was found: a rounding that all masses share would not be in that. */

@@ -23,6 +23,7 @@ INLINE real from_bits(bits x) { return __longlong_as_double(x); }
 #define LN2_HIGH 0x1.62e42feep-1
 #define LN2_LOW 0x1.a39ef35793c76p-33
 INLINE real safe_abs(real x) { return fabs(x); }
+INLINE real real_copysign(real x, real sign) { return copysign(x, sign); }
 INLINE real safe_sqrt(real x) { return sqrt(x); }
 INLINE real real_fma(real x, real y, real z) { return fma(x, y, z); }
 INLINE real safe_exp(real x) { return exp(x); }
@@ -43,6 +44,7 @@ INLINE real from_bits(bits x) { return __int_as_float(x); }
 #define LN2_HIGH 0x1.62e4p-1f
 #define LN2_LOW 0x1.7f7d1cp-20f
 INLINE real safe_abs(real x) { return fabsf(x); }
+INLINE real real_copysign(real x, real sign) { return copysignf(x, sign); }
 INLINE real safe_sqrt(real x) { return __fsqrt_rn(x); }
 INLINE real real_fma(real x, real y, real z) { return fmaf(x, y, z); }
 

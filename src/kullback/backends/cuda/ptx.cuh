@@ -94,6 +94,33 @@ INLINE unsigned short cvt_rn_bf16_f32(float x)
 #endif
 }
 
+/* The larger ones of two pairs; NaN stays */
+INLINE unsigned max_nan_bf16x2(unsigned a, unsigned b)
+{
+#if __CUDA_ARCH__ >= 800
+    unsigned result;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+#else
+    const float low = max_nan(__uint_as_float(a << 16), __uint_as_float(b << 16));
+    const float high = max_nan(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u));
+    return __float_as_uint(high) | __float_as_uint(low) >> 16;
+#endif
+}
+
+INLINE unsigned max_nan_f16x2(unsigned a, unsigned b)
+{
+#if __CUDA_ARCH__ >= 800
+    unsigned result;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+#else
+    const float low = max_nan(cvt_f32_f16((unsigned short)a), cvt_f32_f16((unsigned short)b));
+    const float high = max_nan(cvt_f32_f16((unsigned short)(a >> 16)), cvt_f32_f16((unsigned short)(b >> 16)));
+    return (unsigned)cvt_rn_f16_f32(high) << 16 | cvt_rn_f16_f32(low);
+#endif
+}
+
 /* Two halves, which stay finite */
 INLINE unsigned cvt_rn_satfinite_f16x2(float high, float low)
 {
