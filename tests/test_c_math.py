@@ -28,6 +28,8 @@ def library(request):
             (compile.HERE / "fast.h").read_text() if not double else "#define ex2(x) exp2(x)",
             "void apply_exp2(const real *x, real *y, int64_t n)",
             "{ for (int64_t i = 0; i < n; i++) y[i] = ex2(x[i]); }",
+            "void apply_mass_exp(const real *x, real *y, int64_t n)",
+            "{ for (int64_t i = 0; i < n; i++) y[i] = mass_exp(x[i]); }",
             *(
                 f"void apply_{name}(const real *x, real *y, int64_t n)"
                 f"{{ for (int64_t i = 0; i < n; i++) y[i] = safe_{name}(x[i]); }}"
@@ -109,6 +111,18 @@ def test_powers_of_2(library):
     assert y[-2] == 1
     if library[1] == np.float32:
         assert (apply(library, "exp2", [-127.5, -1e30, -np.inf])[1] == 0).all()
+
+
+def test_masses(library):
+    """Of exponents that are not above 0, but for a rounding: 0 is 1 to the bit, and what would be subnormal is 0."""
+    x, y = apply(library, "mass_exp", np.concatenate([np.random.default_rng(0).uniform(-87.3, 1e-5, 40000), [0.0]]))
+    truth = np.exp(x.astype(np.longdouble))
+    assert (np.abs(y - truth) <= 1.5 * np.spacing(truth.astype(library[1]))).all()
+    assert y[-1] == 1
+    _, y = apply(library, "mass_exp", [-np.inf, -1e30, np.nan])
+    np.testing.assert_array_equal(y, [0, 0, np.nan])
+    if library[1] == np.float32:
+        assert (apply(library, "mass_exp", np.linspace(-1000, -87.7, 1000))[1] == 0).all()
 
 
 def test_special_arguments(library):

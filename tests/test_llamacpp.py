@@ -22,7 +22,7 @@ def run(program, *arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """base.kld and candidate.kld, of Q8_0's weights in float32; runs of both models; what llama.cpp says of the candidate."""
+    """base.kld and candidate.kld, of Q8_0's weights in float32; runs of both; what llama.cpp says of the second."""
     from pydoc_data import topics
 
     folder = tmp_path_factory.mktemp("llama")
@@ -49,9 +49,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 5e-6), ("candidate.kld", 2e-5)])
+@pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 5e-6), ("candidate.kld", 4e-5)])
 def test_its_own_report(folder, tmp_path, candidate, tight):
-    """Beside a float run, and beside the candidate's file, which has it in steps of 2.4e-4 nats."""
+    """Beside a float run; and beside the candidate's file, whose last percentile is 2.3e-5 off by its rounding."""
     (each,) = found_by(tmp_path, folder / "base.kld", folder / candidate, "--compat", "llama.cpp")["candidates"]
     assert each["rows"] == WINDOWS * 255
     check_report(each, told((folder / "report.txt").read_text(encoding="utf-8")), tight, 3e-5)

@@ -59,7 +59,7 @@ INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softca
 /* √(p·q) */
 INLINE real root_of(real x, real y, const Row *row)
 {
-    return safe_exp((real)0.5 * (log_p_of(y, row) + log_q_of(x, row)));
+    return mass_exp((real)0.5 * (log_p_of(y, row) + log_q_of(x, row)));
 }
 
 INLINE real ratio_of(real x, real y, const Row *row)

@@ -69,6 +69,35 @@ INLINE real safe_exp(real x)
     return x == x ? result : x;
 }
 
+#if !REAL_IS_DOUBLE
+/* 2^(n + f) of |f| <= 1/2, where ROUND_TO_INTEGER + n is given, whose last bits are n; 0 of n = -127. The polynomial is a minimax
+   fit (docs/numerics.md). */
+INLINE real ex2_of_parts(real rounded, real f)
+{
+    real sum = 0.00015353372f;
+    sum = sum * f + 0.0013398874f;
+    sum = sum * f + 0.009618437f;
+    sum = sum * f + 0.055503324f;
+    sum = sum * f + 0.24022648f;
+    sum = sum * f + 0.6931472f;
+    sum = sum * f + 1;
+    return sum * from_bits((bits)((to_bits(rounded) << MANTISSA_BITS) + ((ubits)EXPONENT_BIAS << MANTISSA_BITS)));
+}
+#endif
+
+/* e^x of x that is no more than 0, but for a rounding; 0 where that would be subnormal */
+INLINE real mass_exp(real x)
+{
+#if REAL_IS_DOUBLE
+    return safe_exp(x);
+#else
+    /* x·log2(e) less an integer, in two parts: the product of neither is rounded */
+    const real bounded = x < -88.1f ? -88.1f : x, rounded = bounded * 1.44269504f + ROUND_TO_INTEGER;
+    const real n = rounded - ROUND_TO_INTEGER;
+    return ex2_of_parts(rounded, real_fma(bounded, 1.92596299e-8f, real_fma(bounded, 1.44269504f, -n)));
+#endif
+}
+
 #define safe_small_exp_remainder exp_remainder_series
 INLINE real safe_small_expm1(real x) { return exp_series(x) * (x * x) + x; }
 

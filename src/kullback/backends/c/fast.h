@@ -1,20 +1,11 @@
 /* Operations of formula.py for rows of logits that are far from each other, in float: near values need no series, and
    nothing is guarded. A sum shows afterwards whether they served: NaN or a huge number where they did not. */
 
-/* 2^x of x < 128; 0 below -126.5. The polynomial is a minimax fit (docs/numerics.md). */
+/* 2^x of x < 128; 0 below -126.5 */
 INLINE real ex2(real x)
 {
-    const real bounded = x > -127.0f ? x : -127.0f;
-    const real rounded = bounded + ROUND_TO_INTEGER, f = bounded - (rounded - ROUND_TO_INTEGER);
-    real sum = 0.00015353372f;
-    sum = sum * f + 0.0013398874f;
-    sum = sum * f + 0.009618437f;
-    sum = sum * f + 0.055503324f;
-    sum = sum * f + 0.24022648f;
-    sum = sum * f + 0.6931472f;
-    sum = sum * f + 1;
-    /* of the rounded number the last bits are the integer */
-    return sum * from_bits((bits)((to_bits(rounded) << MANTISSA_BITS) + ((ubits)EXPONENT_BIAS << MANTISSA_BITS)));
+    const real bounded = x > -127.0f ? x : -127.0f, rounded = bounded + ROUND_TO_INTEGER;
+    return ex2_of_parts(rounded, bounded - (rounded - ROUND_TO_INTEGER));
 }
 
 /* What logits are multiplied by, to be exponents of 2 */
