@@ -166,13 +166,17 @@ def test_rows_that_are_no_numbers_do_not_agree():
     assert kullback.row_statistics(x, x).agreement.tolist() == [False, True]
 
 
-def test_labels_at_a_temperature_with_an_offset(generator):
-    x = sample("logits", (5, 40), generator) + 1e4
+@pytest.mark.parametrize("backend", ["torch", "c", "emulated"], indirect=True)
+def test_labels_at_a_temperature_with_an_offset(backend, generator):
+    x, y = sample("logits", (5, 40), generator) + 1e4, sample("logits", (5, 40), generator) - 1e4
     labels = torch.arange(5)
-    found = kullback.row_statistics(x, labels=labels, temperature=0.7)
-    inverse = torch.tensor(1 / 0.7, dtype=torch.float32).double()  # as everywhere, of float32 logits
-    expected = (x.double() * inverse).log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
-    torch.testing.assert_close(found.label_log_prob.double(), expected, rtol=2e-6, atol=0)
+    found = kullback.row_statistics(x, y, labels, temperature=0.7, target_temperature=3.0)
+    inverse, other = torch.tensor([1 / 0.7, 1 / 3.0], dtype=torch.float32).double()  # as everywhere, of float32 logits
+    expected = definitions(x.double() * inverse, y.double() * other, labels)
+    for name in ("label_log_prob", "target_label_log_prob"):
+        torch.testing.assert_close(getattr(found, name).double(), expected[name], rtol=2e-6, atol=0)
+    for name in ("kl", "reverse_kl", "jensen_shannon", "total_variation"):
+        assert relative_error(getattr(found, name), expected[name]) < 3e-6, name
 
 
 def test_a_shorter_vocabulary_cuts_heads_and_biases(generator):

@@ -206,8 +206,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
 #endif
         __syncthreads();
         for (int side = warp; side < SIDES; side += WARPS) {
-            const Whole whole = merged(lane < WARPS ? warps[side][lane] : nothing(), side ? y_scale : x_scale,
-                                       side ? target_inv_temperature : input_inv_temperature);
+            const Whole whole = merged(lane < WARPS ? warps[side][lane] : nothing(), side ? y_scale : x_scale);
             if (lane == 0) {
                 found[side] = whole;
                 write_whole(whole, numbers + (side ? NUMBER_TARGET_LSE : NUMBER_LSE) * rows + r,

@@ -201,7 +201,7 @@ struct Whole {
 };
 
 /* One warp calls, with a part of the row in each lane. */
-INLINE Whole merged(const Side &part, const Scale &scale, double inv_temperature)
+INLINE Whole merged(const Side &part, const Scale &scale)
 {
     Whole whole;
     whole.max = part.max;
@@ -227,7 +227,7 @@ INLINE Whole merged(const Side &part, const Scale &scale, double inv_temperature
     const bool is_number = safe_abs(whole.max) < REAL_INFINITY;
     whole.sum_exp = is_number ? (real)(others + maxima) : whole.max - whole.max;
     whole.log_sum_exp = (real)(is_number && maxima == 1 ? log1p(others) : log((double)whole.sum_exp));
-    whole.lse = whole.max == -REAL_INFINITY ? (double)whole.max : (double)whole.max * inv_temperature + (double)whole.log_sum_exp;
+    whole.lse = whole.max == -REAL_INFINITY ? (double)whole.max : (double)whole.max * (double)scale.inv_temperature + (double)whole.log_sum_exp;
     whole.entropy = (double)whole.log_sum_exp - (double)Scale::nats((real)(mean / (double)whole.sum_exp));
     return whole;
 }
