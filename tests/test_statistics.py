@@ -231,6 +231,19 @@ def test_unusual_rows_on_each_backend(backend, dtype, generator):
 
 
 @pytest.mark.parametrize("backend", ["c", "emulated"], indirect=True)
+@pytest.mark.parametrize("offset", [1e4, 1e6, -1e9, -1e30, 1e38])
+def test_16_bit_rows_far_from_0(backend, offset, generator):
+    """What all logits of a row have in common takes no digits of the others, and its own row is itself."""
+    x = torch.full((2, 300), offset, dtype=torch.bfloat16)
+    found = kullback.row_statistics(x, x)
+    for name in ("kl", "reverse_kl", "jensen_shannon", "total_variation"):
+        assert (getattr(found, name) == 0).all(), name
+    if abs(offset) < 1e7:
+        y = sample("logits", (2, 300), generator, torch.bfloat16)
+        check(kullback.row_statistics(x, y), definitions(x, y))
+
+
+@pytest.mark.parametrize("backend", ["c", "emulated"], indirect=True)
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)])
 def test_rows_anywhere_in_memory(backend, dtypes, generator):
     """Of odd starts and strides, alike or not, beside NaN."""

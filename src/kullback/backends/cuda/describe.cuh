@@ -11,9 +11,6 @@ namespace kullback {
 enum { WARPS = THREADS / WARP, SIDES = 1 + HAS_TARGET };
 
 #if HAS_TARGET
-/* Whether sums and differences of logits are floats; of such whose size is not alike a rounding is nothing beside them. */
-#define ARE_EXACT (ONE_TEMPERATURE && IS_16_BIT && !INPUT_IS_CAPPED && !TARGET_IS_CAPPED)
-
 #define ADD_TERM(kind) sums.kind += factor * terms.kind;
 
 INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
@@ -28,21 +25,23 @@ INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
 struct Pair {
     Row row;
     bool is_far; /* whether what this warp saw last was not near */
+    real x_less, y_less; /* what logits of 16 bits have taken off before all else, exactly: their maximum */
 #if !REAL_IS_DOUBLE
-    real x_half, y_half, less; /* √(p·q) has the exponent x_half·x + y_half·y - less, */
-    real rest;                 /* times what `less` was rounded by; so have sums */
-    real radius;               /* of log-ratios that are near: none where that overflows */
+    real x_half, y_half, less; /* √(p·q) has the exponent x_half·(x - its max) + y_half·(y - its max) - less */
+    real rest;                 /* times what `less` was rounded by: roots lack that factor, and sums get it in the end */
 #endif
 
     INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row(), is_far(false)
     {
-        const double difference = y.lse - x.lse;
+        x_less = IS_16_BIT ? x.max : 0;
+        y_less = IS_16_BIT ? y.max : 0;
+        const double difference = IS_16_BIT ? (double)y.log_sum_exp - (double)x.log_sum_exp : y.lse - x.lse;
         row.input_inv_temperature = x_scale.inv_temperature;
-        row.input_max = x.max;
+        row.input_max = IS_16_BIT ? 0 : x.max;
         row.input_inv_sum_exp = 1 / x.sum_exp;
         row.input_log_sum_exp = x.log_sum_exp;
         row.target_inv_temperature = y_scale.inv_temperature;
-        row.target_max = y.max;
+        row.target_max = IS_16_BIT ? 0 : y.max;
         row.target_inv_sum_exp = 1 / y.sum_exp;
         row.target_log_sum_exp = y.log_sum_exp;
         row.log_z_diff_high = (real)difference;
@@ -51,11 +50,8 @@ struct Pair {
         x_half = 0.5f * x_scale.scale;
         y_half = 0.5f * y_scale.scale;
         double exponent = 0.7213475204444817 * ((double)x.log_sum_exp + (double)y.log_sum_exp); /* ½·log2(e) */
-        if (ARE_EXACT)
-            exponent += (double)x_half * ((double)x.max + (double)y.max);
         less = (real)exponent;
-        radius = safe_abs(less) < REAL_INFINITY ? NEAR_RADIUS : 0;
-        rest = radius > 0 ? ex2((real)((double)less - exponent)) : 1;
+        rest = ex2((real)((double)less - exponent));
 #endif
     }
 
@@ -69,8 +65,6 @@ struct Pair {
     }
     INLINE real root(real x, real y) const
     {
-        if (ARE_EXACT)
-            return ex2(fmaf(x + y, x_half, -less));
         return ex2(fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less)));
     }
 #endif
@@ -103,7 +97,7 @@ struct Pair {
                 longest = max_nan(longest, safe_abs(log_ratio));
                 add_to(part, near_terms(log_ratio, root(own, other)));
             }
-            is_far = !warp_all(longest < radius);
+            is_far = !warp_all(longest < NEAR_RADIUS);
             if (!is_far) {
                 add_to(sums, part, is_here);
                 return;
@@ -114,7 +108,7 @@ struct Pair {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const real own = x(j), other = y(j), log_ratio = ratio(own, other);
-            const bool is_near = safe_abs(log_ratio) < radius;
+            const bool is_near = safe_abs(log_ratio) < NEAR_RADIUS;
             longest = max_nan(longest, safe_abs(log_ratio));
             add_to(part, near_terms(is_near ? log_ratio : 0, is_near ? root(own, other) : 0));
             if (warp_all(is_near))
@@ -123,7 +117,7 @@ struct Pair {
             if (!is_near && safe_abs(log_ratio) < REAL_INFINITY)
                 add_to(part, far, 2 - rest); /* over rest, which is as near to 1 */
         }
-        is_far = !warp_all(longest < radius);
+        is_far = !warp_all(longest < NEAR_RADIUS);
         if (!(longest < REAL_INFINITY))
 #pragma unroll 1
             for (int j = 0; j < COUNT; j++) { /* read again: registers have no index */
@@ -140,8 +134,8 @@ struct Pair {
 INLINE Terms sums_of(const X *x, const Y *y, int vocab, Pair &pair, real x_cap, real y_cap)
 {
     Terms sums = {};
-    const auto input = [&](real x) { return counted(x, x_cap, INPUT_IS_CAPPED); };
-    const auto target = [&](real y) { return counted(y, y_cap, TARGET_IS_CAPPED); };
+    const auto input = [&](real x) { return counted(x, x_cap, INPUT_IS_CAPPED) - pair.x_less; };
+    const auto target = [&](real y) { return counted(y, y_cap, TARGET_IS_CAPPED) - pair.y_less; };
     /* Vectors where both sides' begin at the same element; the rest one by one. All of a warp go along. */
     const Cover<X> cover(x, vocab, head_of(x, vocab) == head_of(y, vocab));
     const auto place_of = [&](int start) { return cover.place(max(min(start + (int)threadIdx.x, cover.vectors - 1), 0)); };
