@@ -43,19 +43,24 @@ def near(kind: str, parameter: float) -> Near | None:
         found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
         return found
 
-    def term(ratio: Tensor) -> Tensor:
-        found: Tensor = element_at(kind, parameter, ratio).term
-        return found
-
+    of_term = near_fit(*term_over_root(kind, parameter), NEAR_TERMS, NEAR_TOLERANCE)
     if not has_corner(kind):
-        of_term = near_fit(term, 2, NEAR_TERMS, NEAR_TOLERANCE)
         of_slope = near_fit(slope, 1, NEAR_SLOPE_TERMS, SLOPE_TOLERANCE)
         return None if of_term is None or of_slope is None else Near(of_term, of_slope)
-    of_term = near_fit(lambda r: term(r.abs()) * r.sign(), 1, NEAR_TERMS, NEAR_TOLERANCE)
     ratio = torch.linspace(0.01, NEAR_RADIUS, 50, dtype=torch.float64, device="cpu")
     size = slope(ratio[-1:])
     is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
     return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
+
+
+def term_over_root(kind: str, parameter: float) -> tuple[Callable[[Tensor], Tensor], int]:
+    """A term over √(p·q) by log-ratio, and the first power that it has; with a corner it is one of |r|, made odd."""
+
+    def term(ratio: Tensor) -> Tensor:
+        found: Tensor = element_at(kind, parameter, ratio).term
+        return found
+
+    return (lambda r: term(r.abs()) * r.sign(), 1) if has_corner(kind) else (term, 2)
 
 
 def near_fit(

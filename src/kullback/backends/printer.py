@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
-from kullback.backends.near import NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit
+from kullback.backends.near import NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
@@ -124,7 +124,7 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
     )
 
 
-SLOPE_TOLERANCE = 0.05  # of what is multiplied by a rounding
+CORRECTION_TOLERANCE = 0.05  # of a slope that is multiplied by a rounding
 
 
 @functools.cache
@@ -157,19 +157,13 @@ INLINE Terms near_terms(real r, real root)
 def _near_polynomials() -> dict[str, tuple[str, int, tuple[float, ...]]]:
     """Of each term, over √(p·q), what it is a polynomial of, that one's first power, and the factors."""
 
-    def term(kind: str, ratio: Tensor) -> Tensor:
-        parameter = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
-        found: Tensor = element_at(kind, parameter, ratio).term
-        return found
-
     def of_kind(kind: str) -> tuple[str, int, tuple[float, ...]]:
-        if has_corner(kind):  # a symmetric one
-            return "size", 1, shortest_fit(lambda r: term(kind, r.abs()) * r.sign(), 1, NEAR_TOLERANCE)
-        return "r", 2, shortest_fit(functools.partial(term, kind), 2, NEAR_TOLERANCE)
+        term, first = term_over_root(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
+        return "size" if has_corner(kind) else "r", first, shortest_fit(term, first, NEAR_TOLERANCE)
 
     return {kind: of_kind(kind) for kind in DESCRIBED} | {
         "q_minus_p": ("r", 1, shortest_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TOLERANCE)),
-        "slope": ("size", 0, shortest_fit(lambda r: _slope(r.abs()), 0, SLOPE_TOLERANCE)),
+        "slope": ("size", 0, shortest_fit(lambda r: _slope(r.abs()), 0, CORRECTION_TOLERANCE)),
     }
 
 

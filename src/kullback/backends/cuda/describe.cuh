@@ -25,10 +25,10 @@ INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
 struct Pair {
     Row row;
     bool is_far; /* whether what this warp saw last was not near */
+    real rest = 1;       /* what `less` was rounded by, as a factor: roots lack it, and sums get it in the end */
     real x_less, y_less; /* what logits of 16 bits have taken off before all else, exactly: their maximum */
 #if !REAL_IS_DOUBLE
     real x_half, y_half, less; /* √(p·q) has the exponent x_half·(x - its max) + y_half·(y - its max) - less */
-    real rest;                 /* times what `less` was rounded by: roots lack that factor, and sums get it in the end */
 #endif
 
     INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row(), is_far(false)
@@ -68,16 +68,6 @@ struct Pair {
         return ex2(fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less)));
     }
 #endif
-
-    /* What all sums are to be multiplied by */
-    INLINE double factor() const
-    {
-#if REAL_IS_DOUBLE
-        return 1;
-#else
-        return (double)rest;
-#endif
-    }
 
     /* All of a warp call. x(j) and y(j) are the elements, and again those that are read, which are the thread's to add if `is_here`. */
     template <int COUNT, typename F, typename G, typename H, typename I>
@@ -221,7 +211,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         __syncthreads();
         if (warp == 0) { /* before it writes there again, all are here for the next row's sides */
             part = lane < WARPS ? parts[lane] : Terms {};
-#define WHOLE(kind) double kind = pair.factor() * warp_sum((double)part.kind);
+#define WHOLE(kind) double kind = (double)pair.rest * warp_sum((double)part.kind);
             EACH_KIND(WHOLE)
             WHOLE(q_minus_p)
             WHOLE(slope)

@@ -120,11 +120,7 @@ INLINE void add(Side &side, F x, real top, int start, bool is_here, const Scale 
             moment = j ? real_fma(mass, exponent, moment) : mass * exponent;
         }
     } else {
-        real largest = is_here ? top : -REAL_INFINITY;
-#pragma unroll
-        for (int step = WARP / 2; step; step /= 2)
-            largest = larger(largest, shfl_xor(largest, step));
-        largest = larger(largest, side.max);
+        const real largest = larger(warp_reduce(is_here ? top : -REAL_INFINITY, larger), side.max);
         if (largest != side.max && side.max == side.max)
             rescale(side, largest, scale);
         if (!is_here)
@@ -204,10 +200,7 @@ struct Whole {
 INLINE Whole merged(const Side &part, const Scale &scale)
 {
     Whole whole;
-    whole.max = part.max;
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2)
-        whole.max = larger(whole.max, shfl_xor(whole.max, step));
+    whole.max = warp_reduce(part.max, larger);
     const bool has_max = part.max == whole.max || part.max != part.max;
     const double less = (double)part.low - (double)whole.max * (double)scale.scale; /* exponents are by that too small */
     const real shift = fabs(less) < 1e300 ? (real)less : 0, factor = Scale::mass(shift);
@@ -219,15 +212,14 @@ INLINE Whole merged(const Side &part, const Scale &scale)
     }
     const int maxima = warp_sum(has_max ? part.maxima : 0);
     whole.above = warp_sum(part.above);
-    whole.top = has_max ? part.first : NOWHERE;
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2)
-        whole.top = min(whole.top, shfl_xor(whole.top, step));
+    whole.top = warp_min(has_max ? part.first : NOWHERE);
     const double others = warp_sum((double)rest), mean = warp_sum((double)moment);
     const bool is_number = safe_abs(whole.max) < REAL_INFINITY;
     whole.sum_exp = is_number ? (real)(others + maxima) : whole.max - whole.max;
     whole.log_sum_exp = (real)(is_number && maxima == 1 ? log1p(others) : log((double)whole.sum_exp));
-    whole.lse = whole.max == -REAL_INFINITY ? (double)whole.max : (double)whole.max * (double)scale.inv_temperature + (double)whole.log_sum_exp;
+    whole.lse = whole.max == -REAL_INFINITY
+        ? (double)whole.max
+        : (double)whole.max * (double)scale.inv_temperature + (double)whole.log_sum_exp;
     whole.entropy = (double)whole.log_sum_exp - (double)Scale::nats((real)(mean / (double)whole.sum_exp));
     return whole;
 }
@@ -239,9 +231,7 @@ INLINE void put(Side side, Side *warps)
     side.moment = warp_sum(side.moment);
     side.maxima = warp_sum(side.maxima);
     side.above = warp_sum(side.above);
-#pragma unroll
-    for (int step = WARP / 2; step; step /= 2)
-        side.first = min(side.first, shfl_xor(side.first, step));
+    side.first = warp_min(side.first);
     if (threadIdx.x % WARP == 0)
         warps[threadIdx.x / WARP] = side;
 }
