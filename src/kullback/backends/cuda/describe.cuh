@@ -20,18 +20,16 @@ INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
     sums.slope += factor * terms.slope;
 }
 
-/* The terms of a row's elements. Where all that a warp has at once are near, by polynomials of their log-ratios; elements that
-   are not, by the formula, without guards where all is finite. */
+/* The terms of a row's elements: of near ones by polynomials of their log-ratios, of others by the formula. */
 struct Pair {
     Row row;
-    bool is_far; /* whether what this warp saw last was not near */
     real rest = 1;       /* what `less` was rounded by, as a factor: roots lack it, and sums get it in the end */
     real x_less, y_less; /* what logits of 16 bits have taken off before all else, exactly: their maximum */
 #if !REAL_IS_DOUBLE
     real x_half, y_half, less; /* √(p·q) has the exponent x_half·(x - its max) + y_half·(y - its max) - less */
 #endif
 
-    INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row(), is_far(false)
+    INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row()
     {
         x_less = IS_16_BIT ? x.max : 0;
         y_less = IS_16_BIT ? y.max : 0;
@@ -59,7 +57,7 @@ struct Pair {
     INLINE real ratio(real x, real y) const
     {
         if (ONE_TEMPERATURE && IS_16_BIT)
-            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high) - row.log_z_diff_low;
+            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high); /* less a rounding, of which sums have the square */
         return safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high,
                                      row.log_z_diff_low);
     }
@@ -68,97 +66,78 @@ struct Pair {
         return ex2(fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less)));
     }
 #endif
+    INLINE Terms far_terms(real x, real y) const
+    {
+#if !REAL_IS_DOUBLE
+        if (safe_abs(ratio(x, y)) < REAL_INFINITY)
+            return light_terms(x, y, row);
+#endif
+        return safe_terms(x, y, row);
+    }
 
-    /* All of a warp call. x(j) and y(j) are the elements, and again those that are read, which are the thread's to add if `is_here`. */
+    /* x(j) and y(j) are the elements, and again those that are read. */
     template <int COUNT, typename F, typename G, typename H, typename I>
-    INLINE void add(Terms &sums, bool is_here, F x, G y, H read_x, I read_y)
+    INLINE void add(Terms &sums, F x, G y, H read_x, I read_y) const
     {
         Terms part = {};
-#if REAL_IS_DOUBLE
-#pragma unroll 1
-        for (int j = 0; j < COUNT; j++)
-            add_to(part, safe_terms(read_x(j), read_y(j), row));
-#else
-        real longest = 0;
-        if (!is_far) {
-#pragma unroll
-            for (int j = 0; j < COUNT; j++) {
-                const real own = x(j), other = y(j), log_ratio = ratio(own, other);
-                longest = max_nan(longest, safe_abs(log_ratio));
-                add_to(part, near_terms(log_ratio, root(own, other)));
-            }
-            is_far = !warp_all(longest < NEAR_RADIUS);
-            if (!is_far) {
-                add_to(sums, part, is_here);
-                return;
-            }
-            part = {};
-            longest = 0;
-        }
+        unsigned far = (1u << COUNT) - 1; /* which elements are */
+#if !REAL_IS_DOUBLE
+        far = 0;
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const real own = x(j), other = y(j), log_ratio = ratio(own, other);
             const bool is_near = safe_abs(log_ratio) < NEAR_RADIUS;
-            longest = max_nan(longest, safe_abs(log_ratio));
-            add_to(part, near_terms(is_near ? log_ratio : 0, is_near ? root(own, other) : 0));
-            if (warp_all(is_near))
-                continue;
-            const Terms far = light_terms(own, other, row);
-            if (!is_near && safe_abs(log_ratio) < REAL_INFINITY)
-                add_to(part, far, 2 - rest); /* over rest, which is as near to 1 */
+            far |= is_near ? 0 : 1u << j;
+            /* All terms of r = 0 are 0 but the slope, by which a rounding is multiplied. */
+            add_to(part, near_terms(is_near ? log_ratio : 0, root(own, other)));
         }
-        is_far = !warp_all(longest < NEAR_RADIUS);
-        if (!(longest < REAL_INFINITY))
-#pragma unroll 1
-            for (int j = 0; j < COUNT; j++) { /* read again: registers have no index */
-                const real own = read_x(j), other = read_y(j);
-                if (!(safe_abs(ratio(own, other)) < REAL_INFINITY))
-                    add_to(part, safe_terms(own, other, row), 2 - rest);
-            }
 #endif
-        if (is_here)
-            add_to(sums, part);
+#pragma unroll 1
+        for (; far; far &= far - 1) { /* read again: registers have no index */
+            const int j = __ffs((int)far) - 1;
+            add_to(part, far_terms(read_x(j), read_y(j)), 2 - rest); /* over rest, which is as near to 1 */
+        }
+        add_to(sums, part);
     }
 };
 
-INLINE Terms sums_of(const X *x, const Y *y, int vocab, Pair &pair, real x_cap, real y_cap)
+INLINE Terms sums_of(const X *x, const Y *y, int vocab, const Pair &pair, real x_cap, real y_cap)
 {
     Terms sums = {};
     const auto input = [&](real x) { return counted(x, x_cap, INPUT_IS_CAPPED) - pair.x_less; };
     const auto target = [&](real y) { return counted(y, y_cap, TARGET_IS_CAPPED) - pair.y_less; };
-    /* Vectors where both sides' begin at the same element; the rest one by one. All of a warp go along. */
+    /* Vectors where both sides' begin at the same element; the rest one by one */
     const Cover<X> cover(x, vocab, head_of(x, vocab) == head_of(y, vocab));
-    const auto place_of = [&](int start) { return cover.place(max(min(start + (int)threadIdx.x, cover.vectors - 1), 0)); };
-    int start = (cover.vectors - 1) / THREADS * THREADS;
+    int v = (cover.vectors - 1) / THREADS * THREADS + (int)threadIdx.x; /* from the row's end */
     Packed<X> own[UNROLL];
     Packed<Y> other[UNROLL];
-    const auto fetch = [&](int u, int first) {
-        const int place = place_of(first);
-        own[u] = load(x + place);
-        other[u] = load(y + place);
+    const auto fetch = [&](int u, int from) {
+        if (from >= 0 && from < cover.vectors) {
+            own[u] = load(x + cover.place(from));
+            other[u] = load(y + cover.place(from));
+        }
     };
 #pragma unroll
-    for (int u = 0; u < UNROLL && cover.vectors; u++)
-        fetch(u, start - u * THREADS);
+    for (int u = 0; u < UNROLL; u++)
+        fetch(u, v - u * THREADS);
 #pragma unroll 1
-    for (; start >= 0 && cover.vectors; start -= UNROLL * THREADS)
+    for (; v >= 0; v -= UNROLL * THREADS)
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            const int first = start - u * THREADS, place = place_of(first);
-            if (first < 0)
-                break;
-            pair.add<WIDTH>(sums, first + (int)threadIdx.x < cover.vectors,
-                            [&](int j) { return input(at(own[u], j)); }, [&](int j) { return target(at(other[u], j)); },
-                            [&](int j) { return input(to_real(x[place + j])); },
-                            [&](int j) { return target(to_real(y[place + j])); });
-            fetch(u, first - UNROLL * THREADS); /* long before it is needed */
+            const int from = v - u * THREADS, place = cover.place(from);
+            if (from >= 0 && from < cover.vectors)
+                pair.add<WIDTH>(sums, [&](int j) { return input(at(own[u], j)); },
+                                [&](int j) { return target(at(other[u], j)); },
+                                [&](int j) { return input(to_real(x[place + j])); },
+                                [&](int j) { return target(to_real(y[place + j])); });
+            fetch(u, from - UNROLL * THREADS); /* long before it is needed */
         }
 #pragma unroll 1
-    for (int first = 0; first < cover.edges; first += THREADS) {
-        const int i = first + (int)threadIdx.x, place = cover.edge(min(i, cover.edges - 1));
-        const auto own_edge = [&](int) { return input(to_real(x[place])); };
-        const auto other_edge = [&](int) { return target(to_real(y[place])); };
-        pair.add<1>(sums, i < cover.edges, own_edge, other_edge, own_edge, other_edge);
+    for (int i = (int)threadIdx.x; i < cover.edges; i += THREADS) {
+        const real own_edge = input(to_real(x[cover.edge(i)])), other_edge = target(to_real(y[cover.edge(i)]));
+        const auto own_again = [&](int) { return own_edge; };
+        const auto other_again = [&](int) { return other_edge; };
+        pair.add<1>(sums, own_again, other_again, own_again, other_again);
     }
     return sums;
 }
@@ -199,7 +178,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         }
         __syncthreads();
 #if HAS_TARGET
-        Pair pair(found[0], found[1], x_scale, y_scale);
+        const Pair pair(found[0], found[1], x_scale, y_scale);
         const Terms sums = sums_of(from, other, (int)vocab, pair, x_cap, y_cap);
         Terms part = {};
 #define SUM(kind) part.kind = warp_sum(sums.kind);

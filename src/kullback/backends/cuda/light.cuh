@@ -1,4 +1,4 @@
-/* Operations of formula.py for an element of logits whose masses are far from each other and numbers (light_). */
+/* Operations of formula.py for an element of logits whose log-ratio is finite, and so large that no formula is near (light_). */
 #pragma once
 
 #include "cuda/vector.cuh"
@@ -11,9 +11,9 @@ namespace kullback {
 #if !REAL_IS_DOUBLE
 #define light_abs safe_abs
 #define light_half_sign safe_half_sign
-#define light_small_expm1 stable_small_expm1
-#define light_small_bennett safe_small_bennett
-#define light_small_exp_remainder exp_remainder_series
+#define light_small_expm1(x) ((real)0) /* not selected */
+#define light_small_bennett(x) ((real)0)
+#define light_small_exp_remainder(x) ((real)0)
 #define light_logit_difference stable_logit_difference
 #define light_logit_log_fraction safe_logit_log_fraction
 #define light_select_near fast_select_near
