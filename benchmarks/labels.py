@@ -102,11 +102,17 @@ def collected(loss):
     return run
 
 
+def drawn(y):
+    """A token of each row, as the model has it: by Gumbel's maximum."""
+    parts = (part.float() - torch.empty_like(part, dtype=torch.float32).exponential_().log() for part in y.split(512))
+    return torch.cat([part.argmax(-1) for part in parts])
+
+
 def dense(device):
     rows, vocab, dtype = GPU if device == "cuda" else CPU
     for student, kind in itertools.product(STUDENTS, ("kl", "jensen_shannon")):
         x, y = model_rows.made(student, rows, vocab, dtype, device)
-        labels = torch.randint(0, vocab, (rows,), device=device)
+        labels = drawn(y)
         leaf = x.requires_grad_()
         with_labels = lambda leaf=leaf, y=y, labels=labels, kind=kind: kullback.divergence(
             leaf, y, kind, labels=labels, **WEIGHTS
@@ -174,12 +180,6 @@ def written_figures(x, y, labels, dtype=torch.float32):
         "label_rank": (x > x.gather(-1, own)).sum(-1),
         "target_label_rank": (y > y.gather(-1, own)).sum(-1),
     }
-
-
-def drawn(y):
-    """A token of each row, as the model has it: by Gumbel's maximum."""
-    parts = (part.float() - torch.empty_like(part, dtype=torch.float32).exponential_().log() for part in y.split(512))
-    return torch.cat([part.argmax(-1) for part in parts])
 
 
 def figures(device):

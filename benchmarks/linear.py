@@ -2,7 +2,7 @@
 
     python benchmarks/linear.py --out benchmarks/results/h200 [--only linear|topk|long]
 
-On a CPU the shapes are small: what is measured there is that it runs.
+On a CPU shapes are small. Real rows are those of `make real`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -19,35 +20,55 @@ import torch.nn.functional as F
 
 import kullback
 from kullback.cli import bench
+from kullback.cli import rows as real
 
-# rows, the student's hidden size, the teacher's, vocabulary, kind, whether rivals run beside, whether the student is
-# within 1 % of its teacher
+# student, rows, its hidden size, the teacher's, vocabulary, kind, whether rivals run beside
 GPU = [
-    (4096, 4096, 4096, 128256, "kl", True, False),
-    (8192, 2048, 4096, 151936, "kl", True, False),
-    (4096, 4096, 4096, 128256, "jensen_shannon", True, False),
-    (8192, 2048, 4096, 151936, "jensen_shannon", True, False),
-    (1024, 4096, 4096, 128256, "kl", False, False),
-    (4096, 4096, 4096, 128256, "kl", True, True),
-    (4096, 4096, 4096, 128256, "jensen_shannon", True, True),
+    *(("bits5", 4096, 4096, 4096, 128256, kind, True) for kind in ("kl", "jensen_shannon")),
+    *(("noise1", 4096, 4096, 4096, 128256, kind, True) for kind in ("kl", "jensen_shannon")),
+    *(("bits5", 8192, 2048, 2048, 151936, kind, True) for kind in ("kl", "jensen_shannon")),
+    *((f"real {name}", 4096, 576, 576, 49152, "kl", True) for name in ("pruned", "bits5", "noise1")),
+    ("real bits5", 4096, 576, 576, 49152, "jensen_shannon", True),
+    *(("random", 4096, 4096, 4096, 128256, kind, False) for kind in ("kl", "jensen_shannon")),
+    ("random", 1024, 4096, 4096, 128256, "kl", False),
 ]
 CPU = [
-    *((256, 128, 128, 8192, kind, True, near) for kind in ("kl", "jensen_shannon") for near in (False, True)),
+    *((f"real {name}", 256, 576, 576, 49152, "kl", True) for name in ("bits5", "noise1")),
+    *((name, 256, 128, 128, 8192, kind, True) for kind in ("kl", "jensen_shannon") for name in ("random", "noise1")),
 ]
 TOPK_GPU = [(8192, 151936, 64), (8192, 151936, 256)]
 TOPK_CPU = [(256, 32000, 64), (256, 32000, 256)]
 LONG = ((131072, 2048, 4096, 151936), (8192, 2048, 4096, 151936))
 
 
-def operands(rows, hidden, teacher_hidden, vocab, device, dtype=torch.bfloat16, near=False):
-    """Hidden states and heads whose logits have a language model's spread."""
+NOISE = {"bits5": 0.12, "noise5": 0.05, "noise1": 0.01}  # of hidden states, for a kl such as the real student's
+
+
+def operands(student, rows, hidden, teacher_hidden, vocab, device, dtype=torch.bfloat16):
+    """Hidden states and heads: of a model's file, made after its statistics, or whose two models are unrelated.
+
+    Made ones: the logarithm of probabilities is normal but for a token of each row, which has the probability that the
+    first token of a real row has at the row's quantile. The head is the teacher's.
+    """
+    if student.startswith("real "):
+        file, _ = real.read(real.find("real"))
+        head = real.dequantised(file["head"], file["head_scale"]).to(device, dtype)
+        h, t = (real.hidden_states(file, name)[:rows].to(device, dtype) for name in (student[5:], "teacher"))
+        return h.requires_grad_(), head.clone().requires_grad_(), t, head
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(shape, device=device, dtype=dtype)
-    h, w = draw(rows, hidden), draw(vocab, hidden).mul_(3 / hidden**0.5)
     t, v = draw(rows, teacher_hidden), draw(vocab, teacher_hidden).mul_(3 / teacher_hidden**0.5)
-    if near:
-        h, w = (t + 0.01 * h), v.clone()
-    return h.requires_grad_(), w.requires_grad_(), t, v
+    if student == "random":
+        h, w = draw(rows, hidden), draw(vocab, hidden).mul_(3 / hidden**0.5)
+        return h.requires_grad_(), w.requires_grad_(), t, v
+    quantiles = (torch.randperm(rows, device=device) + 0.5) / rows
+    log_top = real.between(quantiles, real.TOP) @ torch.tensor(list(real.TOP.values()), device=device).log()
+    first = v[torch.randint(vocab, (rows,), device=device)].float()
+    others = math.log(vocab) + 3**2 / 2  # the mean of a log-sum-exp
+    wanted = log_top - torch.log1p(-log_top.exp()) + others  # of the first token's logit
+    norm = first.square().sum(-1)
+    t = (t.float() + ((wanted - (t.float() * first).sum(-1)) / norm)[:, None] * first).to(dtype)
+    return (t + NOISE[student] * draw(rows, hidden)).requires_grad_(), v.clone().requires_grad_(), t, v
 
 
 def eager(kind):
@@ -127,8 +148,8 @@ def truth(tensors, kind, step=256):
     return total, d_hidden, d_head
 
 
-def linear_case(rows, hidden, teacher_hidden, vocab, kind, with_rivals, near, device, clock):
-    tensors = operands(rows, hidden, teacher_hidden, vocab, device, near=near)
+def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, clock):
+    tensors = operands(student, rows, hidden, teacher_hidden, vocab, device)
     h, w, t, v = tensors
     products = floor(tensors, clock)
     exact, *exact_gradients = truth(tensors, kind)
@@ -171,7 +192,7 @@ def linear_case(rows, hidden, teacher_hidden, vocab, kind, with_rivals, near, de
             "teacher_hidden": teacher_hidden,
             "vocab": vocab,
             "kind": kind,
-            "near": near,
+            "student": student,
         },
         "floor_seconds": products,
         "chunk_rows": chunk,
@@ -185,7 +206,7 @@ def long_case(device, clock):
     """Time a token and peak memory of many tokens, beside fewer."""
     result = {}
     for rows, hidden, teacher_hidden, vocab in LONG:
-        h, w, t, v = operands(rows, hidden, teacher_hidden, vocab, device)
+        h, w, t, v = operands("random", rows, hidden, teacher_hidden, vocab, device)
 
         def run(h=h, w=w, t=t, v=v):
             h.grad = w.grad = None

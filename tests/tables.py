@@ -198,8 +198,8 @@ def linear(machine):
     for result in report["linear"]:
         case = result["case"]
         shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
-        near = ", student within 1 %" if case["near"] else ""
-        lines.append(f"| **{case['kind']}: {shape}{near}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
+        name = f"**{case['kind']}, {case['student']}: {shape}**"
+        lines.append(f"| {name} | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
         for entry in result["results"]:
             errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
             times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"
