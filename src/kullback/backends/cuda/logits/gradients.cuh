@@ -6,16 +6,22 @@
 
 namespace kullback {
 
+/* Of logits that may be -inf, in any mode; which are changed to what the mode takes for them */
+template <int MODE> INLINE Element floored_element(const Arguments &a, float &q, float &p, const Row &row)
+{
+    if (MODE == FAST) {
+        q = floor_logit(q, row.input_max, a.input_inv_temperature);
+        p = floor_logit(p, row.target_max, a.target_inv_temperature);
+    }
+    return element<MODE>(a, q, p, row);
+}
+
 /* Writes an element's gradients, and returns its term. */
 template <int MODE>
 INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, DX &input, DY &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
-    if (MODE == FAST) {
-        q = floor_logit(q, row.input_max, a.input_inv_temperature);
-        p = floor_logit(p, row.target_max, a.target_inv_temperature);
-    }
-    const Element e = element<MODE>(a, q, p, row);
+    const Element e = floored_element<MODE>(a, q, p, row);
     input = rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
     target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
     return e.term;
@@ -66,7 +72,9 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<MODE>(a, stats, sums);
-    differentiate_label<MODE>(a, pipeline, group, [&] { return row; }, grad_out);
+    differentiate_label(a, pipeline, group, [&](float q, float p) {
+        return floored_element<MODE>(a, q, p, row).input * grad_out.input;
+    }, grad_out);
     TermSums term;
     const auto one = [&](float x, float y, int i, const Row &row) {
         DX input;
@@ -119,7 +127,9 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const LogRatio log_ratio(a, opaque(stats));
     const Row row = row_constants<FAST>(a, stats, sums);
     if (WRITES)
-        differentiate_label<FAST>(a, pipeline, group, [&] { return row; }, grad_out);
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
+        }, grad_out);
     const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
     const GradientVectors vectors(slice);
     TermSums term;
@@ -183,7 +193,9 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
     if (WRITES)
-        differentiate_label<FAST>(a, pipeline, group, [&] { return row; }, grad_out);
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
+        }, grad_out);
     /* Where the target's mass is little and the input's is not, nothing cancels. */
     const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
     const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);

@@ -99,21 +99,15 @@ INLINE void mix(const Slice &slice, const Pipeline &pipeline, RowGroup &group, c
     group.has_label = WANT_INPUT && slice.a.label_weight != 0 && has_token(slice, pipeline, group, label.token);
 }
 
-/* What the label's logit is to get. `row()`: its constants, which only this thread asks for. */
-template <int MODE, typename R>
-INLINE void differentiate_label(const Arguments &a, const Pipeline &pipeline, const RowGroup &group, R row, GradOut grad_out)
+/* What the label's logit is to get. `own(q, p)`: what it would get were it no label, by its logits; only this thread asks. */
+template <typename F>
+INLINE void differentiate_label(const Arguments &a, const Pipeline &pipeline, const RowGroup &group, F own, GradOut grad_out)
 {
     if (!WANT_INPUT || !group.has_label)
         return;
-    const Row found = row();
     const Label label = label_of(pipeline);
-    float q = input_of(a, label.x), p = target_of(a, label.y);
-    if (MODE == FAST) {
-        q = floor_logit(q, found.input_max, a.input_inv_temperature);
-        p = floor_logit(p, found.target_max, a.target_inv_temperature);
-    }
-    const float own = element<MODE>(a, q, p, found).input * grad_out.input - grad_out.label;
-    own_label().input = rounded<DX>(INPUT_IS_CAPPED ? own * softcap_grad(q, a.input_softcap) : own);
+    const float q = input_of(a, label.x), found = own(q, target_of(a, label.y)) - grad_out.label;
+    own_label().input = rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(q, a.input_softcap) : found);
 }
 
 /* After the row's other gradients. Those of vectors are the same warp's; element by element all of a group has them. */
@@ -129,8 +123,7 @@ INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vecto
         slice.d_input()[slice.a.labels[slice.row]] = own_label().input;
 }
 #else
-template <int MODE, typename R>
-INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, R, GradOut)
+template <typename F> INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, F, GradOut)
 {
 }
 #endif
