@@ -75,8 +75,8 @@
 #undef HAS_Q_LOG_RATIO
 #define HAS_Q_LOG_RATIO 1
 #endif
-/* Where nothing of the kind foresees it, whether a sample of the row does */
-#define SAMPLES_SPREAD (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE)
+/* Where nothing of the kind foresees it, or not enough, whether a sample of the row does */
+#define SAMPLES_SPREAD (SUMS_WHILE_WRITING || (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 
 /* A sum above this was no number */

@@ -168,8 +168,9 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const Arguments &a = slice.a;
     const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
-        const float others = Series(a, opaque(stats)).others(slice, pipeline, group);
-        return at_most_one_in(64, a, pipeline, group, others, (float)(group.cluster * THREADS_PER_ROW * WIDTH));
+        const float sampled = (float)sampled_pairs(slice, group);
+        return SPREAD_SHARED ? warp_all(32 * stats.spread <= (HAS_PEERS ? stats.sampled : sampled))
+                             : at_most_one_in(32, a, pipeline, group, stats.spread, sampled);
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
     return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
@@ -225,11 +226,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
    be 0.4 of one. */
 INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
-#if SAMPLES_SPREAD
     const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
-    return warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * sampled);
-#endif
-    return false;
+    return SAMPLES_SPREAD && warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * sampled);
 }
 
 /* Of slopes that are cached by the fast formula */

@@ -11,6 +11,9 @@ namespace kullback {
 #define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
 /* Of a pair of logits' differences */
 #define MAX_SPREAD 10.0f
+/* In the sweep that sums and writes, gradients have fewer powers: up to this radius what is left out is 2e-3 of chi2's, less than
+   half an ulp of bfloat16, and 6e-5 of others. */
+#define LONG_RATIO 0.375f
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 
@@ -22,9 +25,7 @@ struct RowStats {
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents */
 #endif
-#if SAMPLES_SPREAD
-    float spread = 0;      /* of a sample of neighbours Σ |log-ratio - the other's|, as far as it says something */
-#endif
+    float spread = 0;      /* `spread_of` a sample of neighbours; this thread's, if it is not SHARED */
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
@@ -83,35 +84,40 @@ struct RowStats {
     }
 };
 
+/* Four numbers go at once, of these: where moments are summed, only rows that seem close ask for the sample. */
+enum {
+    EXPONENTS_SHARED = WANT_FIGURES && MOMENTS + (SAMPLES_SPREAD && !SUMS_FROM_MOMENTS) * (1 + HAS_PEERS) < 2,
+    SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + EXPONENTS_SHARED + HAS_PEERS < 2
+};
+
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { SAMPLED = SAMPLES_SPREAD && HAS_PEERS, EXPONENTS = WANT_FIGURES && MOMENTS + SAMPLES_SPREAD + SAMPLED < 2 };
-    float values[2 + MOMENTS + EXPONENTS + SAMPLES_SPREAD + SAMPLED] = /* four numbers go at once */ { stats.x_sum_exp, stats.y_sum_exp };
+    enum { EXPONENTS = 2 + MOMENTS, SPREAD = EXPONENTS + EXPONENTS_SHARED, SAMPLED = SPREAD + SPREAD_SHARED };
+    float values[SAMPLED + (SPREAD_SHARED && HAS_PEERS)] = { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
 #if WANT_FIGURES
-    if (EXPONENTS)
-        values[1 + MOMENTS + EXPONENTS] = stats.exponents;
+    if (EXPONENTS_SHARED)
+        values[EXPONENTS] = stats.exponents;
 #endif
-#if SAMPLES_SPREAD
-    values[2 + MOMENTS + EXPONENTS] = stats.spread;
-    if (SAMPLED)
-        values[2 + MOMENTS + EXPONENTS + SAMPLED] = stats.sampled;
-#endif
+    if (SPREAD_SHARED)
+        values[SPREAD] = stats.spread;
+    if (SPREAD_SHARED && HAS_PEERS)
+        values[SAMPLED] = stats.sampled;
     row_all_reduce<float>(a, pipeline, group, values, Add());
-#if SAMPLES_SPREAD
-    stats.spread = values[2 + MOMENTS + EXPONENTS];
-    stats.sampled = values[2 + MOMENTS + EXPONENTS + SAMPLED];
-#endif
+    if (SPREAD_SHARED)
+        stats.spread = values[SPREAD];
+    if (SPREAD_SHARED && HAS_PEERS)
+        stats.sampled = values[SAMPLED];
     stats.x_sum_exp = values[0];
     stats.y_sum_exp = values[1];
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         stats.moments[m] = values[2 + m];
 #if WANT_FIGURES
-    stats.exponents = EXPONENTS
-        ? values[1 + MOMENTS + EXPONENTS]
+    stats.exponents = EXPONENTS_SHARED
+        ? values[EXPONENTS]
         : all_reduced(a, pipeline, group, SlopeSums { stats.exponents }).p;
 #endif
     return stats;
@@ -136,6 +142,15 @@ INLINE int sampled_pairs(const Slice &slice, const RowGroup &group)
     return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
 }
 
+/* Of neighbours whose logits are so much further apart in one row than in the other, how far that is; where moments are summed,
+   whether their log-ratios are long: those of few rows that are close. */
+INLINE float spread_of(const Arguments &a, float difference)
+{
+    if (SUMS_FROM_MOMENTS)
+        return fabsf(difference) * a.input_inv_temperature < LONG_RATIO ? 0 : 1;
+    return fminf(fabsf(difference), MAX_SPREAD);
+}
+
 /* The whole row's, against these maxima; FIRST: as of `each_vector` */
 template <bool FIRST>
 INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowMax row_max)
@@ -152,16 +167,16 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
         stats.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
-#if SAMPLES_SPREAD
-    float before = 0;
-    each_first(slice, pipeline, group, [&](float x, float y, int k) {
-        const float apart = target_of(a, y) - input_of(a, x);
-        stats.spread += k % 2 ? fminf(fabsf(apart - before), MAX_SPREAD) : 0;
-        before = apart;
-    });
-    if (HAS_PEERS && is_first_thread(group))
-        stats.sampled = (float)sampled_pairs(slice, group);
-#endif
+    if (SAMPLES_SPREAD) {
+        float before = 0;
+        each_first(slice, pipeline, group, [&](float x, float y, int k) {
+            const float apart = target_of(a, y) - input_of(a, x);
+            stats.spread += k % 2 ? spread_of(a, apart - before) : 0;
+            before = apart;
+        });
+        if (HAS_PEERS && is_first_thread(group))
+            stats.sampled = (float)sampled_pairs(slice, group);
+    }
     stats = all_reduced(a, pipeline, group, stats);
 #if WANT_FIGURES
     if (warp_all(stats.exponents != stats.exponents)) {

@@ -7,9 +7,7 @@
 namespace kullback {
 
 #if HAS_SERIES
-/* In the sweep that sums and writes, gradients have fewer powers: up to this radius what is left out is 2e-3 of chi2's, less than
-   half an ulp of bfloat16, and 6e-5 of others. */
-#define RADIUS_WHILE_WRITING 0.375f
+/* Up to LONG_RATIO; of a term from the 2nd power on */
 #define TERMS_WHILE_WRITING 5
 
 /* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q). Where temperatures
@@ -21,7 +19,7 @@ struct Series : LogRatio {
         if (!(has_one_temperature(a) && term_factor(a, 2) != 0 && stats.tilted_lse == 0))
             log_z_diff = REAL_INFINITY;
     }
-    static INLINE bool is_near(float ratio) { return fabsf(ratio) < (SUMS_WHILE_WRITING ? RADIUS_WHILE_WRITING : SERIES_RADIUS); }
+    static INLINE bool is_near(float ratio) { return fabsf(ratio) < (SUMS_WHILE_WRITING ? LONG_RATIO : SERIES_RADIUS); }
 
     /* Of a sample of what this thread has of the row, how many are not near */
     INLINE float others(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
@@ -115,9 +113,9 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
                                           const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
-    float term_factors[SERIES_TERMS - 1]; /* from the 2nd power on */
+    float term_factors[SUMS_WHILE_WRITING ? TERMS_WHILE_WRITING : SERIES_TERMS - 1]; /* from the 2nd power on */
 #pragma unroll
-    for (int k = 0; k < SERIES_TERMS - 1; k++)
+    for (int k = 0; k < (int)(sizeof term_factors / sizeof *term_factors); k++)
         term_factors[k] = term_factor(a, k + 2);
     TermSums term;
     /* Over √(p·q), as powers of r from the 0th on: d_log_q - q·Σ d_log_q, and the same of p. 16-bit gradients need fewer. */
