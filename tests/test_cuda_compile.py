@@ -360,7 +360,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip_bytes):
     kept = layout.stages * layout.tile_vectors * layout.shape.width
     assert kept * x.itemsize <= layout.shape.y_offset
     assert layout.shape.y_offset + kept * y.itemsize <= layout.exchange_offset < layout.barrier_offset < layout.shared
-    assert layout.shape.y_offset % 128 == layout.exchange_offset % 8 == layout.barrier_offset % 8 == 0
+    assert layout.shape.y_offset % 128 == layout.exchange_offset % 16 == layout.barrier_offset % 8 == 0
     assert layout.stages <= plan.MAX_STAGES
     assert layout.slice_vectors * layout.cluster >= vocab // layout.shape.width
     tiles = -(-layout.slice_vectors // layout.tile_vectors)

@@ -20,6 +20,7 @@
 
 struct Index { unsigned x; };
 struct uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 
 namespace gpu {
 /* BASE: what lies in a block's shared memory before a kernel's dynamic part; so no offset passes for an address. */

@@ -286,13 +286,14 @@ INLINE void cp_async_bulk_prefetch_L2(const void *from, unsigned bytes)
 }
 
 /* To the same address in the shared memory of that block of the cluster; counted by the barrier there */
-INLINE void st_async(float *address, Mbarrier *barrier, float value, unsigned rank)
+INLINE void st_async(float *address, Mbarrier *barrier, float4 value, unsigned rank)
 {
     asm volatile("{\n\t.reg .b32 place, barrier;\n"
                  "\tmapa.shared::cluster.u32 place, %0, %2;\n"
                  "\tmapa.shared::cluster.u32 barrier, %1, %2;\n"
-                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [place], %3, [barrier];\n\t}"
-                 :: "r"(shared_address(address)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value))
+                 "\tst.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [place], {%3, %4, %5, %6}, [barrier];\n\t}"
+                 :: "r"(shared_address(address)), "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(value.x)),
+                    "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)), "r"(__float_as_uint(value.w))
                  : "memory");
 }
 

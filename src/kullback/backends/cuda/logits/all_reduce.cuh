@@ -16,8 +16,8 @@ struct Max {
 };
 
 /* Every thread gives values, and gets each reduced over the row's threads, in the same order. Lanes share the work: of the
-   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats, and a slot of the exchange
-   buffer is [values, cluster · WARPS] of them in each block.
+   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats, four at most of a warp, and a
+   slot of the exchange buffer has those of all warps, of all blocks, in each block.
 
    Two slots are enough: a warp writes to one again only after an all-reduce in the other, whose partials the others sent
    when they had read the first. */
@@ -47,34 +47,31 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     const unsigned exchanges = (unsigned)opaque((int)group.exchanges);
     const unsigned slot = (unsigned)group.index * EXCHANGE_SLOTS + exchanges % EXCHANGE_SLOTS;
     float *partials = (float *)(shared() + a.exchange_offset + slot * count * PARTIAL_BYTES);
-    partials += min(lane / EACH, COUNT - 1u) * count; /* of this lane's value */
-    const bool is_sent = lane / EACH < COUNT;
+    const unsigned value = min(lane / EACH, COUNT - 1u); /* this lane's */
 #if RESIDENT
     if (cluster > 1) {
         Mbarrier *arrived = pipeline.arrived(slot);
         if (thread == 0)
-            mbarrier_arrive_expect_tx(arrived, count * COUNT * (unsigned)sizeof(float));
-        if (is_sent && lane % EACH < cluster)
-            st_async(partials + rank * WARPS + warp, arrived, (float)mine, lane % EACH);
+            mbarrier_arrive_expect_tx(arrived, count * PARTIAL_BYTES);
+        const float sent = (float)mine; /* at once: each arrival wakes all that wait */
+        const float4 four = { shfl(sent, 0), shfl(sent, EACH), shfl(sent, 2 * EACH % 32), shfl(sent, 3 * EACH % 32) };
+        if (lane < cluster)
+            st_async(partials + 4 * (rank * WARPS + warp), arrived, four, lane);
         mbarrier_wait_cluster(arrived, exchanges / EXCHANGE_SLOTS % 2);
     } else
 #endif
     {
-        if (is_sent && lane % EACH == 0)
-            partials[warp] = (float)mine;
+        if (lane / EACH < COUNT && lane % EACH == 0)
+            partials[4 * warp + value] = (float)mine;
         group_sync(group);
     }
     group.exchanges++;
     mine = reduce.identity();
     if (lane % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
-        struct alignas(WARPS % 4 == 0 ? 16 : WARPS % 2 == 0 ? 8 : 4) Partials {
-            float of_warp[WARPS];
-        };
-        const Partials sent = *(const Partials *)(partials + lane % EACH * WARPS);
         WIDE reduced[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
-            reduced[w] = sent.of_warp[w];
+            reduced[w] = partials[4 * (lane % EACH * WARPS + w) + value];
 #pragma unroll
         for (int step = 1; step < WARPS; step *= 2)
 #pragma unroll
