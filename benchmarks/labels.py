@@ -12,8 +12,6 @@ import argparse
 import importlib.util
 import itertools
 import json
-import statistics
-import time
 from pathlib import Path
 
 import torch
@@ -71,16 +69,8 @@ def rivals_of_linear_cross_entropy():
 
 
 def times(calls, device, repeats):
-    """Median seconds of each call, with a student's gradient; on a CPU in turn, so that slow times fall on all."""
-    if device == "cuda":
-        clock = bench.Clock(device, repeats)
-        return {name: clock.seconds(call) for name, call in calls.items()}
-    found = {name: [] for name in calls}
-    for _, (name, call) in itertools.product(range(repeats), calls.items()):
-        begin = time.perf_counter()
-        call()
-        found[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(of) for name, of in found.items()}
+    """Median seconds of each call, with a student's gradient."""
+    return dict(zip(calls, bench.Clock(device, repeats).in_turn(*calls.values()), strict=True))
 
 
 def differentiated(loss, *leaves):

@@ -111,8 +111,8 @@ def rivals(kind):
             yield "trl chunked", lambda h, w, t, v: per_token(h, w, None, t, v, None, beta)[0].mean()
 
 
-def floor(tensors, clock):
-    """Seconds of the four products."""
+def four_products(tensors):
+    """What there must be, to be timed."""
     h, w, t, v = (tensor.detach() for tensor in tensors)
     logits, d_head = torch.mm(h, w.t()), torch.empty_like(w)
     other, d_hidden = torch.empty_like(logits), torch.empty_like(h)
@@ -123,7 +123,7 @@ def floor(tensors, clock):
         torch.mm(logits, w, out=d_hidden)
         torch.mm(logits.t(), h, out=d_head)
 
-    return clock.seconds(products)
+    return products
 
 
 def truth(tensors, kind, step=256):
@@ -151,10 +151,9 @@ def truth(tensors, kind, step=256):
 def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, clock):
     tensors = operands(student, rows, hidden, teacher_hidden, vocab, device)
     h, w, t, v = tensors
-    products = floor(tensors, clock)
     exact, *exact_gradients = truth(tensors, kind)
     returned = sum(x.numel() * x.itemsize for x in (h, w))
-    entries = []
+    entries, runs = [], [four_products(tensors)]
     contestants = [
         ("kullback", lambda *a: kullback.linear_divergence(*a, kind=kind)),
         ("kullback, 16-bit logits", lambda *a: kullback.linear_divergence(*a, kind=kind, logits_dtype=h.dtype)),
@@ -173,16 +172,19 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
             entry["loss_error"] = abs(value - exact) / exact
             for what, tensor, gradient in zip(("hidden", "head"), (h, w), exact_gradients, strict=True):
                 entry[f"{what}_gradient_error"] = ((tensor.grad.double() - gradient).norm() / gradient.norm()).item()
-            entry["seconds"] = clock.seconds(run)
-            entry["of_floor"] = entry["seconds"] / products
             h.grad = w.grad = None
             peak = clock.peak(run)
             entry["peak_bytes_above_gradients"] = None if peak is None else peak - returned
+            runs.append(run)
         except Exception as error:  # a rival's failure is a result too
             if name.startswith("kullback"):
                 raise
             entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         entries.append(entry)
+    del exact_gradients
+    products, *seconds = clock.in_turn(*runs)
+    for entry, of in zip((entry for entry in entries if "failed" not in entry), seconds, strict=True):
+        entry |= {"seconds": of, "of_floor": of / products}
     models = kullback.linear.Models(h, w, None, t, v, None)
     chunk, kept, _ = kullback.linear.plan_chunks(models, (True, True, *[False] * 4), widens=True)
     return {
@@ -265,7 +267,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    clock = bench.Clock(device, 10 if device == "cuda" else 3)
+    clock = bench.Clock(device, 10 if device == "cuda" else 7)
     result = {"provenance": bench.provenance(device), "linear": [], "topk": [], "long": None}
 
     def save() -> None:

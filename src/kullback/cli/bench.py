@@ -139,24 +139,29 @@ class Clock:
         self.backlog = torch.zeros(1 << 28, device=device) if device == "cuda" else None
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        for _ in range(3 if self.device == "cuda" else 1):
+        return self.in_turn(run)[0]
+
+    def in_turn(self, *runs: Callable[[], Any]) -> list[float]:
+        """Of each, where a machine's slower times fall on all."""
+        for run in runs:
+            for _ in range(3 if self.device == "cuda" else 1):
+                run()
+        rounds = [[self._once(run) for run in runs] for _ in range(self.repeats)]
+        return [float(statistics.median(times)) for times in zip(*rounds, strict=True)]
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        if self.backlog is None:
+            begin = time.perf_counter()
             run()
-        times = []
-        for _ in range(self.repeats):
-            if self.backlog is not None:
-                for _ in range(BACKLOG):
-                    self.backlog.sum()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end) / 1e3)
-            else:
-                begin = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - begin)
-        return float(statistics.median(times))
+            return time.perf_counter() - begin
+        for _ in range(BACKLOG):
+            self.backlog.sum()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
     def peak(self, run: Callable[[], Any]) -> int | None:
         """Bytes allocated at most above what was there before; only the CUDA allocator can tell."""
