@@ -121,7 +121,7 @@ INLINE void cp_async_bulk_prefetch_L2(const void *from, unsigned bytes)
     if ((uintptr_t)from % 16 || bytes % 16)
         abort();
 }
-INLINE void st_async(float *address, Mbarrier *barrier, float4 value, unsigned rank)
+INLINE void st_async(float4 *address, Mbarrier *barrier, float4 value, unsigned rank)
 {
     unsigned char *there = gpu::blocks[rank].shared - gpu::BASE;
     *(float4 *)(there + shared_address(address)) = value;

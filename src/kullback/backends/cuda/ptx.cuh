@@ -286,7 +286,7 @@ INLINE void cp_async_bulk_prefetch_L2(const void *from, unsigned bytes)
 }
 
 /* To the same address in the shared memory of that block of the cluster; counted by the barrier there */
-INLINE void st_async(float *address, Mbarrier *barrier, float4 value, unsigned rank)
+INLINE void st_async(float4 *address, Mbarrier *barrier, float4 value, unsigned rank)
 {
     asm volatile("{\n\t.reg .b32 place, barrier;\n"
                  "\tmapa.shared::cluster.u32 place, %0, %2;\n"

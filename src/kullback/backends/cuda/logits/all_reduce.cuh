@@ -46,32 +46,36 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     const unsigned cluster = group.cluster, warp = thread / 32, count = cluster * WARPS;
     const unsigned exchanges = (unsigned)opaque((int)group.exchanges);
     const unsigned slot = (unsigned)group.index * EXCHANGE_SLOTS + exchanges % EXCHANGE_SLOTS;
-    float *partials = (float *)(shared() + a.exchange_offset + slot * count * PARTIAL_BYTES);
-    const unsigned value = min(lane / EACH, COUNT - 1u); /* this lane's */
+    float4 *partials = (float4 *)(shared() + a.exchange_offset + slot * count * PARTIAL_BYTES);
 #if RESIDENT
     if (cluster > 1) {
         Mbarrier *arrived = pipeline.arrived(slot);
         if (thread == 0)
             mbarrier_arrive_expect_tx(arrived, count * PARTIAL_BYTES);
-        const float sent = (float)mine; /* at once: each arrival wakes all that wait */
-        const float4 four = { shfl(sent, 0), shfl(sent, EACH), shfl(sent, 2 * EACH % 32), shfl(sent, 3 * EACH % 32) };
-        if (lane < cluster)
-            st_async(partials + 4 * (rank * WARPS + warp), arrived, four, lane);
+        float4 sent = { shfl((float)mine, 0), shfl((float)mine, EACH) };
+        if (KEPT > 2) {
+            sent.z = shfl((float)mine, 2 * EACH);
+            sent.w = shfl((float)mine, 3 * EACH);
+        }
+        if (lane < cluster) /* all at once: each arrival wakes all that wait */
+            st_async(partials + rank * WARPS + warp, arrived, sent, lane);
         mbarrier_wait_cluster(arrived, exchanges / EXCHANGE_SLOTS % 2);
     } else
 #endif
     {
-        if (lane / EACH < COUNT && lane % EACH == 0)
-            partials[4 * warp + value] = (float)mine;
+        if (lane % EACH == 0)
+            ((float *)(partials + warp))[lane / EACH] = (float)mine;
         group_sync(group);
     }
     group.exchanges++;
     mine = reduce.identity();
-    if (lane % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
+    const unsigned again = (unsigned)opaque(group.thread) % 32;
+    if (again % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
+        const float *sent = (const float *)(partials + again % EACH * WARPS) + again / EACH;
         WIDE reduced[WARPS];
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
-            reduced[w] = partials[4 * (lane % EACH * WARPS + w) + value];
+            reduced[w] = sent[4 * w];
 #pragma unroll
         for (int step = 1; step < WARPS; step *= 2)
 #pragma unroll

@@ -19,7 +19,7 @@ namespace kullback {
 /* The error of max · base_2(inv_temperature), rounded: every power in a row's Σ exp has it. */
 INLINE double scaling_error(float max, float inv_temperature)
 {
-    const float scale = base_2(inv_temperature);
+    const float scale = opaque(base_2(inv_temperature)); /* so that no register keeps it as a double for the next row */
     return (double)mul_rn(max, scale) - (double)max * (double)scale;
 }
 

@@ -113,6 +113,11 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
                                           const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
+    const auto stable = [&](float q, float p) {
+        return element<STABLE>(a, q, p, row_constants<STABLE>(a, opaque(stats), sums)).input * grad_out.input;
+    };
+    if (!IS_COARSE) /* now: there are no registers for it later */
+        differentiate_label(a, pipeline, group, stable, grad_out);
     float term_factors[SUMS_WHILE_WRITING ? TERMS_WHILE_WRITING : SERIES_TERMS - 1]; /* from the 2nd power on */
 #pragma unroll
     for (int k = 0; k < (int)(sizeof term_factors / sizeof *term_factors); k++)
@@ -129,12 +134,11 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
         target_factor[k] = series.rest * grad_out.target * (of_p - sums.d_log_p * exponential);
         exponential /= 2 * (k + 1);
     }
-    differentiate_label(a, pipeline, group, [&](float q, float p) {
-        const float r = series.of(q, p);
-        if (series.is_near(r))
-            return series.root(q, p) * polynomial(input_factor, r);
-        return element<STABLE>(a, q, p, row_constants<STABLE>(a, opaque(stats), sums)).input * grad_out.input;
-    }, grad_out);
+    if (IS_COARSE)
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            const float r = series.of(q, p);
+            return series.is_near(r) ? series.root(q, p) * polynomial(input_factor, r) : stable(q, p);
+        }, grad_out);
     const GradientVectors vectors(slice);
     each_deferring<true, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
