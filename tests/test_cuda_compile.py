@@ -21,6 +21,7 @@ from kullback.backends.build import BuildError
 from kullback.backends.cuda import describe, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
+from kullback.backends.near import NearShape
 from kullback.backends.printer import (
     print_functor,
     print_layout,
@@ -177,7 +178,7 @@ class Case(NamedTuple):
             capped=(mode.capped, mode.capped),
             mixed=mode.mixed,
             has_peers=mode.peers,
-            near_steps=(0, 0) if polynomials is None else polynomials.steps,
+            near=NearShape() if polynomials is None else polynomials.shape,
         )
         return logits.source(variant, shape)
 

@@ -7,7 +7,7 @@ does, since few tokens of such rows are far out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,9 +15,24 @@ from torch import Tensor
 
 from kullback.problem import element_at, has_corner
 
-NEAR_RADIUS, NEAR_TERMS, NEAR_SLOPE_TERMS = 2.5, 10, 8
-# At the end of their radius, and so much of it at r = 0. A slope is rounded to 16 bits, or its sum to such a gradient.
-NEAR_TOLERANCE, SLOPE_TOLERANCE, LEAST_SHARE = 1.1e-5, 6e-3, 0.02
+NEAR_RADIUS = 2.5
+# How many terms polynomials may have: few choices, since kernels are compiled for each
+COUNTS, SLOPE_COUNTS = (8, 12), (6, 8)
+MOST_TERMS = COUNTS[-1]
+# Relative errors at the end of their radius: which fewer terms may reach, and which all of them have to. A slope is
+# rounded to 16 bits, or its sum to such a gradient.
+NEAR_TOLERANCE, MOST_TOLERANCE = 1.2e-6, 1.1e-5
+SLOPE_TOLERANCE, MOST_SLOPE_TOLERANCE = 1e-3, 6e-3
+LEAST_SHARE = 0.02  # of it at r = 0
+
+
+class NearShape(NamedTuple):
+    """What kernels are compiled for: how many powers from the first on, and from one that is wanted to the next."""
+
+    terms: int = 0
+    term_step: int = 0  # 0: there are none
+    slope_terms: int = 0
+    slope_step: int = 0  # behind the first
 
 
 class Near(NamedTuple):
@@ -30,9 +45,9 @@ class Near(NamedTuple):
     slope: tuple[float, ...]  # d_log_q / q, from r on; with a corner twice what it is where p is more than q
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """From one power that is wanted to the next: of the term, and of the slope behind its first."""
-        return 1 if any(self.term[1::2]) else 2, 1 if any(self.slope[2::2]) else 2
+    def shape(self) -> NearShape:
+        term_step, slope_step = 1 if any(self.term[1::2]) else 2, 1 if any(self.slope[2::2]) else 2
+        return NearShape(len(self.term), term_step, max(len(self.slope), 2), slope_step)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,9 +58,11 @@ def near(kind: str, parameter: float) -> Near | None:
         found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
         return found
 
-    of_term = near_fit(*term_over_root(kind, parameter), NEAR_TERMS, NEAR_TOLERANCE)
+    over_root = term_over_root(kind, parameter)
+    of_term = shortest_fit(*over_root, NEAR_TOLERANCE, COUNTS) or near_fit(*over_root, COUNTS[-1], MOST_TOLERANCE)
     if not has_corner(kind):
-        of_slope = near_fit(slope, 1, NEAR_SLOPE_TERMS, SLOPE_TOLERANCE)
+        of_slope = shortest_fit(slope, 1, SLOPE_TOLERANCE, SLOPE_COUNTS)
+        of_slope = of_slope or near_fit(slope, 1, SLOPE_COUNTS[-1], MOST_SLOPE_TOLERANCE)
         return None if of_term is None or of_slope is None else Near(of_term, of_slope)
     ratio = torch.linspace(0.01, NEAR_RADIUS, 50, dtype=torch.float64, device="cpu")
     size = slope(ratio[-1:])
@@ -82,7 +99,9 @@ def near_fit(
     return tuple((factors / NEAR_RADIUS**exponents).tolist())
 
 
-def shortest_fit(values_of: Callable[[Tensor], Tensor], first: int, tolerance: float) -> tuple[float, ...]:
-    """As few factors as reach."""
-    found = (near_fit(values_of, first, count, tolerance) for count in range(1, NEAR_TERMS + 1))
-    return next(factors for factors in found if factors is not None)
+def shortest_fit(
+    values_of: Callable[[Tensor], Tensor], first: int, tolerance: float, counts: Iterable[int]
+) -> tuple[float, ...] | None:
+    """Of so many factors as first reach; None if none do."""
+    found = (near_fit(values_of, first, count, tolerance) for count in counts)
+    return next((factors for factors in found if factors is not None), None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
-from kullback.backends.near import NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit, term_over_root
+from kullback.backends.near import MOST_TERMS, NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
@@ -157,13 +157,18 @@ INLINE Terms near_terms(real r, real root)
 def _near_polynomials() -> dict[str, tuple[str, int, tuple[float, ...]]]:
     """Of each term, over √(p·q), what it is a polynomial of, that one's first power, and the factors."""
 
+    def fitted(values_of: Callable[[Tensor], Tensor], first: int, tolerance: float) -> tuple[float, ...]:
+        factors = shortest_fit(values_of, first, tolerance, range(1, MOST_TERMS + 1))
+        assert factors is not None, "no polynomial reaches"
+        return factors
+
     def of_kind(kind: str) -> tuple[str, int, tuple[float, ...]]:
         term, first = term_over_root(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
-        return "size" if has_corner(kind) else "r", first, shortest_fit(term, first, NEAR_TOLERANCE)
+        return "size" if has_corner(kind) else "r", first, fitted(term, first, NEAR_TOLERANCE)
 
     return {kind: of_kind(kind) for kind in DESCRIBED} | {
-        "q_minus_p": ("r", 1, shortest_fit(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TOLERANCE)),
-        "slope": ("size", 0, shortest_fit(lambda r: _slope(r.abs()), 0, CORRECTION_TOLERANCE)),
+        "q_minus_p": ("r", 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TOLERANCE)),
+        "slope": ("size", 0, fitted(lambda r: _slope(r.abs()), 0, CORRECTION_TOLERANCE)),
     }
 
 

@@ -161,7 +161,7 @@ class Clock:
         run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     def peak(self, run: Callable[[], Any]) -> int | None:
         """Bytes allocated at most above what was there before; only the CUDA allocator can tell."""

@@ -17,14 +17,14 @@ from kullback.backends.cuda.launch import Launcher, workspace
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
-from kullback.backends.near import NEAR_RADIUS, NEAR_SLOPE_TERMS, NEAR_TERMS, Near, near
+from kullback.backends.near import MOST_TERMS, NEAR_RADIUS, Near, NearShape, near
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
 
 ARGUMENTS = (
-    text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS)).replace("NEAR_TERMS", str(NEAR_TERMS))
+    text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS)).replace("MOST_TERMS", str(MOST_TERMS))
 )
 OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup", "Ranks"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
@@ -56,7 +56,7 @@ class Variant(NamedTuple):
     mixed: bool = False  # whether a row's loss is more than its divergence
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
-    near_steps: tuple[int, int] = (0, 0)  # of the polynomials of rows that are near; 0: there are none
+    near: NearShape = NearShape()  # the polynomials of rows that are near
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -82,10 +82,11 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
         "HAS_CORNER": has_corner(variant.kind),
-        "NEAR_TERM_STEP": variant.near_steps[0],
-        "NEAR_SLOPE_STEP": variant.near_steps[1],
-        "NEAR_TERMS": NEAR_TERMS,
-        "NEAR_SLOPE_TERMS": NEAR_SLOPE_TERMS,
+        "MOST_TERMS": MOST_TERMS,
+        "NEAR_TERMS": variant.near.terms,
+        "NEAR_TERM_STEP": variant.near.term_step,
+        "NEAR_SLOPE_TERMS": variant.near.slope_terms,
+        "NEAR_SLOPE_STEP": variant.near.slope_step,
         "NEAR_RADIUS": f"{NEAR_RADIUS}f",
         "SLOPE_FACTOR": f"{SLOPE_FACTOR}f",
         "HAS_REVERSE_KL_FACTOR": factor is not None,
@@ -226,7 +227,7 @@ def _prepared(
         is_mixed,
         has_figures,
         has_peers,
-        (0, 0) if polynomials is None else polynomials.steps,
+        NearShape() if polynomials is None else polynomials.shape,
     )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
@@ -238,7 +239,7 @@ def _prepared(
         z_weight=problem.weights.z,
         parameters=problem.parameter,
         **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
-        **_packed("near", NEAR_TERMS, polynomials and polynomials._replace(slope=_as_cached(kind, polynomials.slope))),
+        **_packed("near", MOST_TERMS, polynomials and polynomials._replace(slope=_as_cached(kind, polynomials.slope))),
         stages=placed.stages,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,

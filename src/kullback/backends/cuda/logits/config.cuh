@@ -19,10 +19,11 @@
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
 #define HAS_CORNER 0
-#define NEAR_TERM_STEP 2  /* from one power to the next of the polynomials of a row that is near (near.py); 0: there are none */
-#define NEAR_SLOPE_STEP 2
-#define NEAR_TERMS 10
+#define MOST_TERMS 12     /* of the polynomials of a row that is near (near.py); of this kind, from one power to the next; 0: none */
+#define NEAR_TERMS 12
+#define NEAR_TERM_STEP 2
 #define NEAR_SLOPE_TERMS 8
+#define NEAR_SLOPE_STEP 2
 #define NEAR_RADIUS 2.5f
 #define SLOPE_FACTOR 64.0f /* of slopes that are cached */
 #define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
