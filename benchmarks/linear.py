@@ -153,7 +153,7 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
     h, w, t, v = tensors
     exact, *exact_gradients = truth(tensors, kind)
     returned = sum(x.numel() * x.itemsize for x in (h, w))
-    entries, runs = [], [four_products(tensors)]
+    entries, products = [], four_products(tensors)
     contestants = [
         ("kullback", lambda *a: kullback.linear_divergence(*a, kind=kind)),
         ("kullback, 16-bit logits", lambda *a: kullback.linear_divergence(*a, kind=kind, logits_dtype=h.dtype)),
@@ -172,19 +172,16 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
             entry["loss_error"] = abs(value - exact) / exact
             for what, tensor, gradient in zip(("hidden", "head"), (h, w), exact_gradients, strict=True):
                 entry[f"{what}_gradient_error"] = ((tensor.grad.double() - gradient).norm() / gradient.norm()).item()
+            floor, entry["seconds"] = clock.in_turn(products, run)  # what a device's heat allows, it allows both
+            entry["of_floor"] = entry["seconds"] / floor
             h.grad = w.grad = None
             peak = clock.peak(run)
             entry["peak_bytes_above_gradients"] = None if peak is None else peak - returned
-            runs.append(run)
         except Exception as error:  # a rival's failure is a result too
             if name.startswith("kullback"):
                 raise
             entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         entries.append(entry)
-    del exact_gradients
-    products, *seconds = clock.in_turn(*runs)
-    for entry, of in zip((entry for entry in entries if "failed" not in entry), seconds, strict=True):
-        entry |= {"seconds": of, "of_floor": of / products}
     models = kullback.linear.Models(h, w, None, t, v, None)
     chunk, kept, _ = kullback.linear.plan_chunks(models, (True, True, *[False] * 4), widens=True)
     return {
@@ -196,7 +193,7 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
             "kind": kind,
             "student": student,
         },
-        "floor_seconds": products,
+        "floor_seconds": clock.seconds(products),
         "chunk_rows": chunk,
         "kept_rows": kept,  # of the student's logits
         "head_sum_bytes": 4 * w.numel() if kept < rows else 0,  # in float32, beside the gradients

@@ -17,12 +17,11 @@ from kullback.problem import element_at, has_corner
 
 NEAR_RADIUS = 2.5
 # How many terms polynomials may have: few choices, since kernels are compiled for each
-COUNTS, SLOPE_COUNTS = (8, 12), (6, 8)
+COUNTS, SLOPE_COUNTS = (8, 10), (6, 8)
 MOST_TERMS = COUNTS[-1]
-# Relative errors at the end of their radius: which fewer terms may reach, and which all of them have to. A slope is
-# rounded to 16 bits, or its sum to such a gradient.
-NEAR_TOLERANCE, MOST_TOLERANCE = 1.2e-6, 1.1e-5
-SLOPE_TOLERANCE, MOST_SLOPE_TOLERANCE = 1e-3, 6e-3
+# Relative errors at the end of their radius. A slope is rounded to 16 bits, or its sum to such a gradient: fewer terms
+# are to reach the first, all of them the second.
+NEAR_TOLERANCE, SLOPE_TOLERANCE, MOST_SLOPE_TOLERANCE = 1.1e-5, 1e-3, 6e-3
 LEAST_SHARE = 0.02  # of it at r = 0
 
 
@@ -58,8 +57,7 @@ def near(kind: str, parameter: float) -> Near | None:
         found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
         return found
 
-    over_root = term_over_root(kind, parameter)
-    of_term = shortest_fit(*over_root, NEAR_TOLERANCE, COUNTS) or near_fit(*over_root, COUNTS[-1], MOST_TOLERANCE)
+    of_term = shortest_fit(*term_over_root(kind, parameter), NEAR_TOLERANCE, COUNTS)
     if not has_corner(kind):
         of_slope = shortest_fit(slope, 1, SLOPE_TOLERANCE, SLOPE_COUNTS)
         of_slope = of_slope or near_fit(slope, 1, SLOPE_COUNTS[-1], MOST_SLOPE_TOLERANCE)

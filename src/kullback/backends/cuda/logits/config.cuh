@@ -19,8 +19,8 @@
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
 #define HAS_CORNER 0
-#define MOST_TERMS 12     /* of the polynomials of a row that is near (near.py); of this kind, from one power to the next; 0: none */
-#define NEAR_TERMS 12
+#define MOST_TERMS 10     /* of the polynomials of a row that is near (near.py); of this kind, from one power to the next; 0: none */
+#define NEAR_TERMS 10
 #define NEAR_TERM_STEP 2
 #define NEAR_SLOPE_TERMS 8
 #define NEAR_SLOPE_STEP 2

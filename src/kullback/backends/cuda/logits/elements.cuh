@@ -19,7 +19,8 @@ namespace kullback {
 /* The error of max · base_2(inv_temperature), rounded: every power in a row's Σ exp has it. */
 INLINE double scaling_error(float max, float inv_temperature)
 {
-    const float scale = opaque(base_2(inv_temperature)); /* so that no register keeps it as a double for the next row */
+    /* Rows of float32 have no register that could keep it as a double. */
+    const float scale = IS_COARSE ? base_2(inv_temperature) : opaque(base_2(inv_temperature));
     return (double)mul_rn(max, scale) - (double)max * (double)scale;
 }
 
