@@ -19,8 +19,8 @@ namespace kullback {
 /* The error of max · base_2(inv_temperature), rounded: every power in a row's Σ exp has it. */
 INLINE double scaling_error(float max, float inv_temperature)
 {
-    /* Rows of float32 have no register that could keep it as a double. */
-    const float scale = IS_COARSE ? base_2(inv_temperature) : opaque(base_2(inv_temperature));
+    /* Kept as a double for the next row it would take registers that these have not. */
+    const float scale = SUMS_FROM_MOMENTS || (IS_MIXED && !IS_COARSE) ? opaque(base_2(inv_temperature)) : base_2(inv_temperature);
     return (double)mul_rn(max, scale) - (double)max * (double)scale;
 }
 
