@@ -124,7 +124,7 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
     )
 
 
-CORRECTION_TOLERANCE = 1.0  # of a slope that is multiplied by a rounding, and of far elements no more than counted
+CORRECTION_TOLERANCE = 1.0  # of a slope by which a rounding is multiplied
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-/* Operations of formula.py for an element of logits whose log-ratio is finite, and so large that no formula is near (light_). */
+/* Operations of formula.py for an element of logits whose log-ratio is finite and beyond NEAR_RADIUS, so that no selection takes
+   what is near (light_). */
 #pragma once
 
 #include "cuda/vector.cuh"
@@ -11,7 +12,7 @@ namespace kullback {
 #if !REAL_IS_DOUBLE
 #define light_abs safe_abs
 #define light_half_sign safe_half_sign
-#define light_small_expm1(x) ((real)0) /* not selected */
+#define light_small_expm1(x) ((real)0)
 #define light_small_bennett(x) ((real)0)
 #define light_small_exp_remainder(x) ((real)0)
 #define light_logit_difference stable_logit_difference

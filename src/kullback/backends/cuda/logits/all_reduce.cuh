@@ -16,8 +16,8 @@ struct Max {
 };
 
 /* Every thread gives values, and gets each reduced over the row's threads, in the same order. Lanes share the work: of the
-   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats, four at most of a warp, and a
-   slot of the exchange buffer has those of all warps, of all blocks, in each block.
+   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats. A slot of the exchange buffer is
+   [cluster · WARPS, 4] of them in each block.
 
    Two slots are enough: a warp writes to one again only after an all-reduce in the other, whose partials the others sent
    when they had read the first. */

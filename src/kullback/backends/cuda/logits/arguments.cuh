@@ -36,7 +36,7 @@ struct Setup {
     long long near[MOST_TERMS]; /* likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
     int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
     int slice_vectors, row_tiles; /* vectors of a row that a block has, at most, and tiles that they take */
-    int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [values, cluster · WARPS] floats */
+    int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [cluster · WARPS, 4] floats */
 };
 
 /* Where ranks have slices of the rows: how they exchange numbers (ranks.cuh) */

@@ -19,9 +19,9 @@
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
 #define HAS_CORNER 0
-#define MOST_TERMS 10     /* of the polynomials of a row that is near (near.py); of this kind, from one power to the next; 0: none */
-#define NEAR_TERMS 10
-#define NEAR_TERM_STEP 2
+#define MOST_TERMS 10     /* places for the factors of near rows' polynomials (near.py) */
+#define NEAR_TERMS 10     /* of this kind how many powers from the first on, */
+#define NEAR_TERM_STEP 2  /* and from one that is wanted to the next; 0: there are none */
 #define NEAR_SLOPE_TERMS 8
 #define NEAR_SLOPE_STEP 2
 #define NEAR_RADIUS 2.5f
