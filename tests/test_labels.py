@@ -95,6 +95,34 @@ def test_of_a_sure_and_right_student_little_is_left(backend, device, generator):
     assert relative_error(mine[:, 5].cpu(), expected[:, 5]) < gradient(torch.bfloat16)
 
 
+@EVERY
+@pytest.mark.parametrize("label_weight", [0.3, 3e-3])
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "chi2", "jensen_shannon"])
+def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_weight):
+    """Its own gradient, where the row's are written by powers of log-ratios: q is much of it."""
+    token, vocab = 60, 6152
+    likely = {token: 9.0}
+    rows = samples.batch(
+        generator,
+        vocab,
+        torch.bfloat16,
+        close=at(apart(0.05), x=likely, y=likely),
+        nearer=at(apart(0.02), x=likely, y=likely),
+        label_apart=at(apart(0.05), x={token: 9.125}, y=likely),
+        label_far=at(apart(0.05), x={token: 5.75}, y={token: 5.25}),
+    )
+    labels = torch.full((len(rows.x),), token)
+    weights = {"label_weight": label_weight, "z_weight": 1e-5}
+    truth, (expected, _) = truth_of(rows.x, rows.y, labels, kind, {"divergence_weight": 1.0, **weights})
+    x = rows.x.to(device, copy=True).requires_grad_()
+    options = {**weights, **kinds.parameters(kind)}
+    loss = kullback.divergence(x, rows.y.to(device), kind, labels=labels.to(device), reduction="sum", **options)
+    (mine,) = torch.autograd.grad(loss, x)
+    assert relative_error(loss, truth.sum()) < LOSS
+    for row in range(len(rows.x)):
+        assert relative_error(mine[row, token].cpu(), expected[row, token]) < gradient(torch.bfloat16)
+
+
 @pytest.mark.parametrize("backend", ["emulated"], indirect=True)
 @pytest.mark.parametrize(
     ("kind", "vocab", "dtype"),
