@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import json
 import os
-import statistics
 import time
 from pathlib import Path
 
@@ -47,36 +46,21 @@ SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22)  # bytes that each rank gives to an
 CHECKED = 64  # rows whose gradients are found in float64
 
 
-class Clock:
+class Clock(bench.Clock):
     """Of a call that all ranks make: the slowest rank's median."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
-        self.backlog = torch.zeros(1 << 28, device=device) if device.type == "cuda" else None
+        super().__init__(device.type, repeats, backlogs=12)  # 4 ms
+        self.of_rank = device
 
     def seconds(self, run) -> float:
-        """On a GPU of its time: while it is kept busy the host prepares the call."""
-        for _ in range(3):
-            run()
-        times = []
-        for _ in range(self.repeats):
-            dist.barrier()
-            if self.backlog is None:
-                begin = time.perf_counter()
-                run()
-                times.append(time.perf_counter() - begin)
-                continue
-            for _ in range(12):  # 4 ms
-                self.backlog.sum()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=self.device)
+        slowest = torch.tensor([super().seconds(run)], dtype=torch.float64, device=self.of_rank)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
+
+    def once(self, run) -> float:
+        dist.barrier()
+        return super().once(run)
 
     def in_a_row(self, run, calls: int = 10) -> float:
         """Seconds a call of several, the host's time included where it is the longer."""
@@ -89,20 +73,8 @@ class Clock:
         return (time.perf_counter() - begin) / calls
 
     def wait(self) -> None:
-        if self.device.type == "cuda":
+        if self.backlog is not None:
             torch.cuda.synchronize()
-
-    def peak(self, run) -> int | None:
-        """Bytes above what was there before."""
-        if self.device.type != "cuda":
-            return None
-        self.wait()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = run()
-        peak = torch.cuda.max_memory_allocated() - before
-        del kept
-        return peak
 
 
 class GatherVocabulary(torch.autograd.Function):
@@ -276,7 +248,7 @@ def forecast_in_kernel(one: float, measured: float, world: int) -> dict:
 def hidden_states(kind: str, rows: int, hidden: int, vocab: int, device: torch.device, clock: Clock) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    wide = linear.operands(rows, hidden, hidden, vocab, device, dtype)
+    wide = linear.operands("random", rows, hidden, hidden, vocab, device, dtype)
     exact, *gradients = linear.truth(wide, kind, CHECKED if device.type == "cpu" else 256)
     heads = [wide[i].detach().tensor_split(world, 0)[rank].clone() for i in (1, 3)]
     first = sum(t.size(0) for t in wide[1].tensor_split(world, 0)[:rank])

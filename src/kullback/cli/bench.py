@@ -134,8 +134,8 @@ class Clock:
     back) while the host prepares the call.
     """
 
-    def __init__(self, device: str, repeats: int) -> None:
-        self.device, self.repeats = device, repeats
+    def __init__(self, device: str, repeats: int, backlogs: int = BACKLOG) -> None:
+        self.device, self.repeats, self.backlogs = device, repeats, backlogs
         self.backlog = torch.zeros(1 << 28, device=device) if device == "cuda" else None
 
     def seconds(self, run: Callable[[], Any]) -> float:
@@ -146,15 +146,15 @@ class Clock:
         for run in runs:
             for _ in range(3 if self.device == "cuda" else 1):
                 run()
-        rounds = [[self._once(run) for run in runs] for _ in range(self.repeats)]
+        rounds = [[self.once(run) for run in runs] for _ in range(self.repeats)]
         return [float(statistics.median(times)) for times in zip(*rounds, strict=True)]
 
-    def _once(self, run: Callable[[], Any]) -> float:
+    def once(self, run: Callable[[], Any]) -> float:
         if self.backlog is None:
             begin = time.perf_counter()
             run()
             return time.perf_counter() - begin
-        for _ in range(BACKLOG):
+        for _ in range(self.backlogs):
             self.backlog.sum()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
