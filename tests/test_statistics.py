@@ -336,6 +336,19 @@ def test_close_rows_and_rows_that_a_token_has(backend, generator):
         check(found, definitions(x, y), 5e-6 if backend == "emulated" else 3e-5, of_entropy=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["c", "emulated"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_total_variation_of_rows_that_differ_in_a_token(backend, dtype, generator):
+    """What rounding leaves in normalisers is most of it, unless it is taken out by the right slope."""
+    y = (3 * torch.randn(12, 5003, generator=generator)).to(dtype)
+    x = y.clone()
+    for row, place in enumerate((1, 3, 10, 30, 100, 300, 1000, 2500, 1, 10, 100, 1000)):
+        token = y[row].argsort(descending=True)[place]
+        x[row, token] += 0.5 if row < 8 else -1.0
+    found, expected = kullback.row_statistics(x, y).total_variation, definitions(x, y)["total_variation"]
+    assert ((found - expected).abs() < 3e-6 * expected).all()
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0, "target_softcap": 30.0}, {"target_temperature": 2.0}])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float64, torch.float16)])
 def test_two_dtypes(dtypes, options, generator):

@@ -124,9 +124,6 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
     )
 
 
-CORRECTION_TOLERANCE = 1.0  # of a slope by which a rounding is multiplied
-
-
 @functools.cache
 def print_near_terms() -> str:
     """`Terms near_terms(r, root)` of an element by its log-ratio, below NEAR_RADIUS, and √(p·q): polynomials of r.
@@ -157,26 +154,28 @@ INLINE Terms near_terms(real r, real root)
 def _near_polynomials() -> dict[str, tuple[str, int, tuple[float, ...]]]:
     """Of each term, over √(p·q), what it is a polynomial of, that one's first power, and the factors."""
 
-    def fitted(values_of: Callable[[Tensor], Tensor], first: int, tolerance: float) -> tuple[float, ...]:
-        factors = shortest_fit(values_of, first, tolerance, range(1, MOST_TERMS + 1))
+    def fitted(values_of: Callable[[Tensor], Tensor], first: int) -> tuple[float, ...]:
+        factors = shortest_fit(values_of, first, NEAR_TOLERANCE, range(1, MOST_TERMS + 1))
         assert factors is not None, "no polynomial reaches"
         return factors
 
     def of_kind(kind: str) -> tuple[str, int, tuple[float, ...]]:
         term, first = term_over_root(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
-        return "size" if has_corner(kind) else "r", first, fitted(term, first, NEAR_TOLERANCE)
+        return "size" if has_corner(kind) else "r", first, fitted(term, first)
 
     return {kind: of_kind(kind) for kind in DESCRIBED} | {
-        "q_minus_p": ("r", 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1, NEAR_TOLERANCE)),
-        "slope": ("size", 0, fitted(lambda r: _slope(r.abs()), 0, CORRECTION_TOLERANCE)),
+        "q_minus_p": ("r", 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1)),
+        "slope": ("size", 0, (_slope(),)),
     }
 
 
-def _slope(ratio: Tensor) -> Tensor:
-    """Of the term that has a corner, where p is more than q (`lowering.described_terms`)."""
-    element = element_at(WITH_CORNER, 0.0, ratio)
-    slope: Tensor = element.d_log_p - element.d_log_q
-    return slope
+def _slope() -> float:
+    """Of the term that has a corner, beside it, where p is more than q (`lowering.described_terms`).
+
+    By it a rounding is multiplied, and what is left of a term where that counts is near the corner.
+    """
+    element = element_at(WITH_CORNER, 0.0, torch.tensor([1e-9], dtype=torch.float64, device="cpu"))
+    return round(float(element.d_log_p - element.d_log_q), 6)
 
 
 def _part(factors: tuple[float, ...], parts: list[tuple[float, ...]]) -> str:

@@ -57,7 +57,7 @@ struct Pair {
     INLINE real ratio(real x, real y) const
     {
         if (ONE_TEMPERATURE && IS_16_BIT)
-            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high); /* less a rounding, of which sums have the square */
+            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high); /* its rounding counts with the normalisers' */
         return safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high,
                                      row.log_z_diff_low);
     }

@@ -161,16 +161,26 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     return warp_all(all_reduced(a, pipeline, group, SlopeSums { differs ? 1.0f : 0.0f }).p == 0);
 }
 
-/* Whether a row's moments are good for the gradients, where it is close: they are exact enough, and few tokens of a sample are
-   far, which could have all of them while the others' slopes are as small as the error. */
-INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums)
+/* Whether the token that a maximum was estimated by has so much of the row that its log-ratio says nothing of others' */
+INLINE bool is_most(float sum_exp, float inv_temperature)
+{
+    return sum_exp * ex2(max_margin(inv_temperature) * base_2(inv_temperature)) < 2;
+}
+
+/* Whether a row's moments are good for the gradients, where it is close: they are exact enough, and no token has all of them while
+   the others' slopes are as small as the error. Then those of a sample are near, and move alike. shift: the log-ratio of the
+   tokens that maxima were estimated by, log2. */
+INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums, float shift)
 {
     const Arguments &a = slice.a;
     const float curvature = term_factor(a, 2), squares = in_range_ratio_or_zero(sums.term, curvature);
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
+        const bool is_near = fabsf(shift) * LN2 < LONG_RATIO && !is_most(stats.x_sum_exp, a.input_inv_temperature)
+            && !is_most(stats.y_sum_exp, a.target_inv_temperature);
         const float sampled = (float)sampled_pairs(slice, group);
-        return SPREAD_SHARED ? warp_all(32 * stats.spread <= (HAS_PEERS ? stats.sampled : sampled))
-                             : at_most_one_in(32, a, pipeline, group, stats.spread, sampled);
+        return warp_all(is_near)
+            && (SPREAD_SHARED ? warp_all(32 * stats.spread <= (HAS_PEERS ? stats.sampled : sampled))
+                              : at_most_one_in(32, a, pipeline, group, stats.spread, sampled));
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
     return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
@@ -202,7 +212,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_SERIES
-    else if (SUMS_WHILE_WRITING && has_one_temperature(a) && foresees(slice, pipeline, group, stats, found.sums))
+    else if (SUMS_WHILE_WRITING && has_one_temperature(a) && foresees(slice, pipeline, group, stats, found.sums, shift))
         found.mode = STABLE;
 #endif
     else if (REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM)) {

@@ -25,7 +25,7 @@ struct RowStats {
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents */
 #endif
-    float spread = 0;      /* `spread_of` a sample of neighbours; this thread's, if it is not SHARED */
+    float spread = 0;      /* `spread_of` a sample of neighbours: the row's, or this thread's (SPREAD_SHARED) */
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
@@ -142,8 +142,8 @@ INLINE int sampled_pairs(const Slice &slice, const RowGroup &group)
     return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
 }
 
-/* Of neighbours whose logits are so much further apart in one row than in the other, how far that is; where moments are summed,
-   whether their log-ratios are long: those of few rows that are close. */
+/* Of the difference of two neighbours' log-ratios: its size, as far as that says something; where moments are summed, whether it is
+   long, or of tokens that both rows mask. */
 INLINE float spread_of(const Arguments &a, float difference)
 {
     if (SUMS_FROM_MOMENTS)
@@ -288,6 +288,8 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
         row_max = exact_max(slice, pipeline, group);
         if (are(is_max, row_max.x, row_max.y)) {
             stats = row_stats<false>(slice, pipeline, group, row_max);
+            if (SUMS_FROM_MOMENTS) /* a maximum says nothing of the other tokens: nothing is foreseen of them */
+                stats.spread = REAL_INFINITY;
             if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
                 return true;
         }

@@ -21,19 +21,14 @@ struct Series : LogRatio {
     }
     static INLINE bool is_near(float ratio) { return fabsf(ratio) < (SUMS_WHILE_WRITING ? LONG_RATIO : SERIES_RADIUS); }
 
-    /* Of a sample of what this thread has of the row, how many are not near */
-    INLINE float others(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
+    /* Whether elements that are not near are few enough to be taken one by one, by a sample of what this warp has */
+    INLINE bool serves(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
     {
         float others = 0;
         each_first(slice, pipeline, group, [&](float x, float y, int) {
             others += is_near(of(input_of(slice.a, x), target_of(slice.a, y))) ? 0 : 1;
         });
-        return others;
-    }
-    /* Whether they are few enough to be taken one by one, by what this warp has */
-    INLINE bool serves(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
-    {
-        return warp_all(warp_sum(others(slice, pipeline, group)) <= WIDTH / 2); /* of 32 · WIDTH */
+        return warp_all(warp_sum(others) <= WIDTH / 2); /* of 32 · WIDTH */
     }
 };
 
