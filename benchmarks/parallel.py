@@ -49,12 +49,8 @@ CHECKED = 64  # rows whose gradients are found in float64
 class Clock(bench.Clock):
     """Of a call that all ranks make: the slowest rank's median."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        super().__init__(device.type, repeats, backlogs=12)  # 4 ms
-        self.of_rank = device
-
     def seconds(self, run) -> float:
-        slowest = torch.tensor([super().seconds(run)], dtype=torch.float64, device=self.of_rank)
+        slowest = torch.tensor([super().seconds(run)], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
@@ -329,7 +325,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if has_gpus else "gloo")
     is_first = dist.get_rank() == 0
-    clock = Clock(device, 10 if has_gpus else 2)
+    clock = Clock(device.type, 10 if has_gpus else 2, backlogs=12)  # 4 ms
     result = {
         "provenance": bench.provenance(device.type) | {"ranks": dist.get_world_size(), "backend": dist.get_backend()}
     }

@@ -119,8 +119,9 @@ def real_rows_on_a_cpu():
 
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
-    names = ("h100/dense", "h100/labels", "h100/figures", "cpu/figures")
-    of_logits, of_labels, of_rows, on_a_cpu = (load(name)["results"] for name in names)
+    of_logits, of_labels, of_rows, on_a_cpu = (
+        load(name)["results"] for name in ("h100/dense", "h100/labels", "h100/figures", "cpu/figures")
+    )
     lines = []
     for part, head, results in (
         ("dense", "H100: rows, kind", of_logits),
@@ -199,8 +200,8 @@ def linear(machine):
     for result in report["linear"]:
         case = result["case"]
         shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
-        name = f"**{case['kind']}, {case['student']}: {shape}**"
-        lines.append(f"| {name} | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
+        title = f"{case['kind']}, {case['student']}: {shape}"
+        lines.append(f"| **{title}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
         for entry in result["results"]:
             errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
             times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"

@@ -150,6 +150,7 @@ class Clock:
         return [float(statistics.median(times)) for times in zip(*rounds, strict=True)]
 
     def once(self, run: Callable[[], Any]) -> float:
+        """Seconds of one call."""
         if self.backlog is None:
             begin = time.perf_counter()
             run()

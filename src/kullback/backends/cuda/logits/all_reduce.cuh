@@ -69,7 +69,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     }
     group.exchanges++;
     mine = reduce.identity();
-    const unsigned again = (unsigned)opaque(group.thread) % 32;
+    const unsigned again = (unsigned)opaque(group.thread) % 32; /* the lane: kept while others are waited for, it would spill */
     if (again % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
         const float *sent = (const float *)(partials + again % EACH * WARPS) + again / EACH;
         WIDE reduced[WARPS];
