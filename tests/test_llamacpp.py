@@ -2,22 +2,17 @@
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.llamacpp.make import IN_FLOAT32, write_outputs
 from tests.test_compare import check_report, found_by, told
 
 pytestmark = [pytest.mark.llama, pytest.mark.filterwarnings("ignore")]
 PROGRAMS = Path(__file__).parents[1] / ".llama/build/bin"
 WINDOWS = 4
-OPTIONS = ("-c", "512", "-b", "512", "--chunks", str(WINDOWS), "-t", "2", "--no-repack")
-IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")
-
-
-def run(program, *arguments):
-    return subprocess.run([PROGRAMS / program, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+OPTIONS = ("-c", 512, "-b", 512, "--chunks", WINDOWS, "-t", 2)
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +27,9 @@ def folder(tmp_path_factory):
     model = next(package.glob("*.gguf"))
     for source, name, kind in ((model, "base", "F32"), ("base", "q8_0", "Q8_0"), ("q8_0", "candidate", "F32")):
         source = source if source == model else folder / f"{source}.gguf"
-        run("llama-quantize", "--allow-requantize", source, folder / f"{name}.gguf", kind)
-    perplexity = lambda name, file, *more: run(
-        "llama-perplexity",
-        *("-m", folder / f"{name}.gguf", "-f", text, *OPTIONS, *IN_FLOAT32),
-        *("--kl-divergence-base", folder / file, *more),
-    )
-    for name in ("base", "candidate"):
-        perplexity(name, f"{name}.kld")
-        recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
-        subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=folder)
-    report = ""
-    while "Same top p" not in report:  # its log is sometimes cut at exit
-        report = perplexity("candidate", "base.kld", "--kl-divergence")
-    (folder / "report.txt").write_text(report[report.index("====== Perplexity statistics") :], encoding="utf-8")
+        quantize = [PROGRAMS / "llama-quantize", "--allow-requantize", source, folder / f"{name}.gguf", kind]
+        subprocess.run(quantize, check=True, capture_output=True)
+    write_outputs(folder, PROGRAMS / "llama-perplexity", ("-f", text, *OPTIONS, *IN_FLOAT32))
     return folder
 
 

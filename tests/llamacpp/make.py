@@ -11,6 +11,7 @@ file keeps.
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ LETTERS = [
     chr(c) for c in [*range(ord("a"), ord("z") + 1), *range(ord("α"), ord("ω") + 1), *range(ord("а"), ord("я") + 1)]
 ]
 TOKENS = ["<unk>", "<s>", "</s>", "\u2581", *LETTERS]
+IN_FLOAT32 = ("-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack")
 
 
 def write_model(path: Path, weights: dict[str, np.ndarray]) -> None:
@@ -66,6 +68,27 @@ def likely_text(draw: np.random.Generator, weights: dict[str, np.ndarray]) -> st
     return "".join(letters)
 
 
+def write_outputs(folder: Path, program: str | Path, options: Sequence[object]) -> None:
+    """Of base.gguf and candidate.gguf in the folder: base-logits files, runs over their tokens, llama.cpp's report.
+
+    program: llama-perplexity.
+    """
+
+    def perplexity(name: str, file: str, *more: str) -> str:
+        arguments = ["-m", folder / f"{name}.gguf", *options, "--kl-divergence-base", folder / file, *more]
+        return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=True).stdout
+
+    for name in ("base", "candidate"):
+        shutil.rmtree(folder / f"{name}-run", ignore_errors=True)
+        perplexity(name, f"{name}.kld")
+        recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
+        subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=folder)
+    report = ""
+    while "Same top p" not in report:  # its log is sometimes cut at exit
+        report = perplexity("candidate", "base.kld", "--kl-divergence")
+    (folder / "report.txt").write_text(report[report.index("====== Perplexity statistics") :], encoding="utf-8")
+
+
 def main() -> None:
     draw = np.random.default_rng(0)
     normal = lambda *shape, scale=1.0: draw.normal(size=shape) * scale
@@ -85,31 +108,8 @@ def main() -> None:
     write_model(HERE / "candidate.gguf", noisy)
     text = HERE / "text.txt"
     text.write_text(likely_text(draw, weights), encoding="utf-8")
-    options = ["-f", text, "-c", CONTEXT, "-b", CONTEXT, "-ub", CONTEXT, "-t", 1]
-    options += ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-repack"]
-    run = lambda name, file, *more: (
-        subprocess.run(
-            [
-                *map(
-                    str,
-                    [sys.argv[1], "-m", HERE / f"{name}.gguf", *options, "--kl-divergence-base", HERE / file, *more],
-                )
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
-    for name in ("base", "candidate"):
-        shutil.rmtree(HERE / f"{name}-run", ignore_errors=True)
-        run(name, f"{name}.kld")
-        recorder = [sys.executable, "-m", "kullback", "record", f"{name}.gguf", "base.kld"]
-        subprocess.run([*recorder, "-o", f"{name}-run", "--dtype", "float32"], check=True, cwd=HERE)
-    told = ""
-    while "Same top p" not in told:  # its log is sometimes cut at exit
-        told = run("candidate", "base.kld", "--kl-divergence")
-    told = told[told.index("====== Perplexity statistics") :]
-    (HERE / "report.txt").write_text(told, encoding="utf-8")
+    options = ("-f", text, "-c", CONTEXT, "-b", CONTEXT, "-ub", CONTEXT, "-t", 1, *IN_FLOAT32)
+    write_outputs(HERE, sys.argv[1], options)
 
 
 if __name__ == "__main__":
