@@ -82,6 +82,8 @@ LITERAL = {
 }
 LOGITS = {
     "total and gradient": Logits(128256, True, INPUT),
+    "two blocks, total and gradient": Logits(49152, True, INPUT),
+    "two blocks, total": Logits(49152, True, NONE),
     "short rows": Logits(1000, False, NONE),
     "short rows, total and gradient": Logits(1000, False, INPUT),
     "short rows, both gradients": Logits(1000, False, BOTH),
@@ -102,6 +104,7 @@ LOGITS = {
     "sums": Logits(32000, False, NONE, "accumulate"),
     "sums of short rows": Logits(1000, False, NONE, "accumulate"),
 }
+OF_ALL_KINDS = "total and gradient", "two blocks, total and gradient"
 ON_CHIP = {name for name, mode in LOGITS.items() if mode.fits}
 ROUNDED = (torch.bfloat16, torch.bfloat16)
 OF_FLOAT32 = {  # logits whose gradients are of 16 bits
@@ -162,9 +165,10 @@ class Case(NamedTuple):
         if mode.mixed:
             problem = dataclasses.replace(problem, weights=Weights(label=0.5))
         is_streamed = mode.known or mode.verb == "accumulate"
-        shared = plan.SMALL_SHARED if self.arch == "sm_120a" else plan.SHARED
-        chip_bytes = shared if mode.fits else 0
-        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip_bytes, mode.peers).shape
+        chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
+        if not mode.fits:
+            chip = plan.NO_CHIP
+        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers).shape
         assert shape.resident == mode.fits
         dtypes = x, y, *(mode.gradients or (x, y))
         polynomials = logits.near_of(problem, problem.parameter, mode.verb, dtypes, mode.wants)
@@ -206,7 +210,7 @@ def literal_cases():
 def logits_cases():
     """A covering choice: every kind, every mode with and without moments, every architecture."""
     for kind, mode in itertools.product(KINDS, LOGITS):
-        if kind in ("kl", "jensen_shannon") or mode == "total and gradient" or (kind == "renyi" and "short" in mode):
+        if kind in ("kl", "jensen_shannon") or mode in OF_ALL_KINDS or (kind == "renyi" and "short" in mode):
             yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for arch, mode in itertools.product(ARCHITECTURES, LOGITS):
         if mode not in ON_CHIP or arch in ("sm_90a", "sm_100a"):
@@ -348,15 +352,17 @@ def test_a_spill_is_an_error():
 @pytest.mark.parametrize(
     "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
 )
-@pytest.mark.parametrize("chip_bytes", [plan.SHARED, plan.SMALL_SHARED], ids=["9.0 and 10.0", "12.0"])
-def test_rows_on_chip_fit(vocab, dtypes, both, chip_bytes):
+@pytest.mark.parametrize("chip", [plan.HOPPER, plan.HOPPER._replace(cluster=8), plan.SMALL_BLACKWELL], ids=str)
+@pytest.mark.parametrize("computes", [False, True])
+def test_rows_on_chip_fit(vocab, dtypes, both, chip, computes):
     """The pipeline holds a row's slice, its barriers can tell its rounds apart, and the block its memory."""
     x, y = dtypes
-    layout = plan.logits(vocab, x, y, both, False, chip_bytes)
+    layout = plan.logits(vocab, x, y, both, False, chip, computes=computes)
+    assert layout.cluster <= chip.cluster
     if not layout.shape.resident:
         # What a block has for a row is less what it keeps of others.
-        most = {plan.SHARED: 190 << 10, plan.SMALL_SHARED: 69 << 10}[chip_bytes]
-        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / plan.MAX_CLUSTER > most
+        most = 69 << 10 if chip == plan.SMALL_BLACKWELL else 190 << 10
+        assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / chip.cluster > most
         return
     kept = layout.stages * layout.tile_vectors * layout.shape.width
     assert kept * x.itemsize <= layout.shape.y_offset
@@ -367,7 +373,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip_bytes):
     tiles = -(-layout.slice_vectors // layout.tile_vectors)
     assert tiles <= layout.stages
     assert (layout.shape.groups - 1) * tiles < layout.stages
-    assert layout.shared <= chip_bytes - plan.STATIC_BYTES
+    assert layout.shared <= chip.block_bytes - plan.STATIC_BYTES
     assert layout.shape.threads <= 544
     threads = layout.shape.threads_per_row
     turns = -(-layout.slice_vectors // threads)
@@ -379,7 +385,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip_bytes):
 def test_slopes_are_cached_where_half_precision_holds_them():
     def caches(kind, *parameter, dtype=torch.bfloat16):
         problem = Problem(kind, Side("logits"), Side("logits"), *parameter)
-        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, plan.SHARED).shape.caches_slopes
+        return logits.layout(problem, 128256, dtype, dtype, (True, False), False, plan.HOPPER).shape.caches_slopes
 
     assert caches("total_variation")
     assert all(caches("jensen_shannon", beta) for beta in (0.001, 0.5, 0.999))

@@ -16,20 +16,20 @@ from tests.tolerances import LOSS, gradient, relative_error
 pytestmark = pytest.mark.gpu
 
 DEVICES = {
-    "7.5": ("compute_75", 0),
-    "8.0": ("compute_80", 0),
-    "12.0": ("compute_90", plan.SMALL_SHARED),
-    "12.0, streamed": ("compute_90", 0),
+    "7.5": ("compute_75", plan.NO_CHIP),
+    "8.0": ("compute_80", plan.NO_CHIP),
+    "12.0": ("compute_90", plan.SMALL_BLACKWELL),
+    "12.0, streamed": ("compute_90", plan.NO_CHIP),
 }
 
 
 @pytest.fixture(params=DEVICES)
 def another_device(request, monkeypatch):
-    arch, chip_bytes = DEVICES[request.param]
+    arch, chip = DEVICES[request.param]
     modules = literal, logits, scale, topk, launch
     caches = [value for module in modules for value in vars(module).values() if hasattr(value, "cache_clear")]
     monkeypatch.setattr(launch, "architecture", lambda index: arch)
-    monkeypatch.setattr(logits, "chip_bytes", lambda index: chip_bytes)
+    monkeypatch.setattr(logits, "chip", lambda index: chip)
     for each in caches:
         each.cache_clear()
     yield

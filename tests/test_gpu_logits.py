@@ -28,7 +28,9 @@ pytestmark = pytest.mark.gpu
 KINDS = ("kl", "jensen_shannon")
 CASES = [
     pytest.param((64, 128256, torch.bfloat16), id="resident"),
-    pytest.param((16, 262144, torch.float32), id="streamed"),
+    pytest.param((64, 49152, torch.bfloat16), id="two blocks"),
+    pytest.param((24, 262144, torch.float32), id="sixteen blocks"),
+    pytest.param((8, 600_064, torch.float32), id="streamed"),
     pytest.param((512, 1000, torch.float32), id="short"),
     pytest.param((33, 50257, torch.bfloat16), id="odd"),
 ]
@@ -156,7 +158,7 @@ def test_slopes_as_long_as_a_mixture_lets_them_be(alpha):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", SMOOTH)
-@pytest.mark.parametrize("vocab", [128256, 50257, 262144])
+@pytest.mark.parametrize("vocab", [128256, 50257, 49152, 262144, 600_000])
 def test_close_rows_and_elements_that_are_not(vocab, kind, dtype):
     """Close in all tokens, far in few, in many, in all but one that has the mass; the gradient also over the logits."""
     rows = 24

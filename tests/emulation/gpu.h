@@ -24,7 +24,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 
 namespace gpu {
 /* BASE: what lies in a block's shared memory before a kernel's dynamic part; so no offset passes for an address. */
-enum { MOST_THREADS = 1024, MOST_BLOCKS = 8, STACK = 1 << 16, WARP = 32, BASE = 1152 };
+enum { MOST_THREADS = 1024, MOST_BLOCKS = 16, STACK = 1 << 16, WARP = 32, BASE = 1152 };
 
 struct Barrier { int arrived, turn; };
 

@@ -81,6 +81,8 @@ class Launcher:
             self.kernel = _kernel(text, name, architecture(index))
             if shared > 48 << 10:
                 _allow_shared(self.kernel, index)
+            if cluster > plan.PORTABLE_CLUSTER:
+                _allow(self.kernel, index, "NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
             occupancy = self.kernel.occupancy
             if cluster > 1:
                 stream = _stream(index, raw_stream(index))
@@ -101,17 +103,21 @@ class Launcher:
 
 
 def _allow_shared(kernel: Any, index: int) -> None:
-    """More than 48 KiB of shared memory a block have to be asked for; cuda.core has no word for it yet.
+    """More than 48 KiB of shared memory a block have to be asked for.
 
     All the device has: launchers of other sizes share the kernel.
     """
-    driver = importlib.import_module("cuda.bindings.driver")
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     properties: Any = torch.cuda.get_device_properties(index)
     size = properties.shared_memory_per_block_optin - kernel.attributes.shared_size_bytes
-    (status,) = driver.cuKernelSetAttribute(attribute, size, kernel.handle, driver.CUdevice(index))
+    _allow(kernel, index, "MAX_DYNAMIC_SHARED_SIZE_BYTES", size)
+
+
+def _allow(kernel: Any, index: int, name: str, value: int) -> None:
+    driver = importlib.import_module("cuda.bindings.driver")
+    attribute = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    (status,) = driver.cuKernelSetAttribute(attribute, value, kernel.handle, driver.CUdevice(index))
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise BuildError(f"device {index} has no {size} bytes of shared memory for a block: {status}")
+        raise BuildError(f"device {index} does not take {value} as {name}: {status}")
 
 
 # torch.cuda.current_device and current_stream(index).cuda_stream; building a Stream object takes longer than a launch.

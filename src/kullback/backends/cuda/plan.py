@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -71,6 +72,7 @@ class LogitsShape:
     register_vectors: int = 0  # vectors of a row that a thread keeps in registers: all that it has
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
+    max_cluster: int = 8  # blocks that share a row, at most
 
     @property
     def threads(self) -> int:
@@ -82,7 +84,7 @@ class LogitsShape:
             "RESIDENT": self.resident,
             "THREADS_PER_ROW": self.threads_per_row,
             "GROUPS": self.groups,
-            "MAX_CLUSTER": MAX_CLUSTER,
+            "MAX_CLUSTER": self.max_cluster,
             "EXCHANGE_SLOTS": EXCHANGE_SLOTS,
             "PARTIAL_BYTES": PARTIAL_BYTES,
             "WIDTH": self.width,
@@ -108,21 +110,33 @@ class Layout:
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
-# Bytes of shared memory that a block can have: of compute capability 9.0 and 10.0, and of 12.0
-SHARED, SMALL_SHARED = 227 << 10, 99 << 10
+PORTABLE_CLUSTER = 8  # blocks: the largest cluster that every device admits
+MAX_CLUSTER = 16
+
+
+class Chip(NamedTuple):
+    """What a device has for rows that stay on it."""
+
+    block_bytes: int = 0  # shared memory that a block can have; 0 where there are no clusters or bulk copies
+    cluster: int = PORTABLE_CLUSTER  # the largest that it admits
+
+
+NO_CHIP = Chip()
+HOPPER, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 9.0 and 10.0, and 12.0
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
 BARRIER_BYTES, ROW_MAX_BYTES, LABEL_BYTES = 8, 8, 16
 MAX_STAGES = 20  # that have barriers, and estimated maxima
 EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
 MIN_TILE_BYTES = 13 << 10  # where a row has as many
-MAX_CLUSTER = 8  # the largest that every device admits
 
 
 # Threads that share a row and rows that a block works on, where a short slice is to be had for many rows, and where
 # a row takes all the stages. With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+LARGEST_GROUP = 256
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
+CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
 MAX_REGISTER_VECTORS = 4  # of a row, that a thread has registers for
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
@@ -134,24 +148,26 @@ def logits(
     y: torch.dtype,
     both: bool,
     streams: bool,
-    chip_bytes: int,
+    chip: Chip,
     caches_slopes: bool = False,
     light: bool = False,
     labelled: bool = False,
     waits: bool = False,
+    computes: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
-    `chip_bytes`: shared memory that a block can have for rows; 0 where the device or the tensors admit none on chip.
-    `caches_slopes`: whether masses and slopes take the place of rows on chip. `light`: whether the formula leaves
-    registers for a row. `labelled`: whether rows may have labels. `waits`: whether a row waits for other devices.
+    `chip`: NO_CHIP too where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
+    of rows on chip. `light`: whether the formula leaves registers for a row. `labelled`: whether rows may have labels.
+    `waits`: whether a row waits for other devices. `computes`: whether a row's arithmetic takes longer than its bytes.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
-    for cluster in (1, 2, 4, MAX_CLUSTER) if chip_bytes and not short else ():
+    largest = PORTABLE_CLUSTER if waits else chip.cluster
+    for cluster in (c for c in CLUSTERS if c <= largest) if chip.block_bytes and not short else ():
         slice_vectors = math.ceil(vectors / cluster)
         row_groups = WAITING_ROW_GROUPS if waits else ROW_GROUPS
         for threads, groups in (group for group in row_groups if not both or group[0] * group[1] <= MANY_REGISTERS):
@@ -159,16 +175,27 @@ def logits(
             barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
             barrier_bytes += MAX_STAGES * LABEL_BYTES if labelled else 0
             # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
-            rest = chip_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
+            rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
             room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
             stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
             # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
             # round that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
-            if safe and (3 * row_tiles <= stages or cluster == MAX_CLUSTER):
+            # Clusters of 16 leave multiprocessors idle whose neighbours are taken, and those of 4 a few.
+            rows_on_chip = 2.0 if cluster >= PORTABLE_CLUSTER else 3.0
+            if computes and cluster <= 2 and threads == LARGEST_GROUP:
+                rows_on_chip = 7 / 3
+            if safe and (rows_on_chip * row_tiles <= stages or cluster == largest):
                 y_offset = room * per_vector * x.itemsize
                 shape = LogitsShape(
-                    True, threads, groups, per_vector, 1, caches_slopes=caches_slopes, y_offset=y_offset
+                    True,
+                    threads,
+                    groups,
+                    per_vector,
+                    1,
+                    caches_slopes=caches_slopes,
+                    y_offset=y_offset,
+                    max_cluster=max(cluster, PORTABLE_CLUSTER),
                 )
                 exchange_offset = y_offset + stages * tile_vectors * per_vector * y.itemsize
                 barrier_offset = exchange_offset + exchange_bytes

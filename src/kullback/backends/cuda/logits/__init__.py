@@ -30,6 +30,7 @@ OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands"
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
 
+PROBE = 'extern "C" __global__ void probe() {}'
 SLOPE_FACTOR = 64.0  # of slopes that are cached as float16, so that those of close rows are not too short
 
 
@@ -152,7 +153,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        0 if is_streamed or not is_in_phase else chip_bytes(index),
+        plan.NO_CHIP if is_streamed or not is_in_phase else chip(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -180,8 +181,8 @@ def why_not_on_chip(work: Rows) -> str | None:
     dtypes, strides, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
     if not is_in_phase:
         return f"rows of input, target and gradients must be alike in memory; got strides {strides} (0: no gradient)"
-    chip = chip_bytes(x.get_device())
-    if layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip, True).shape.resident:
+    placed = layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip(x.get_device()), True)
+    if placed.shape.resident:
         return None
     return f"{x.size(1)} tokens are too few or too many to stay on chip"
 
@@ -201,10 +202,10 @@ def _prepared(
     wants: tuple[bool, bool],
     has_figures: bool,
     has_peers: bool,
-    chip_bytes: int,
+    chip: plan.Chip,
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip_bytes, has_peers)
+    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip, has_peers)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
@@ -279,7 +280,7 @@ def layout(
     y: torch.dtype,
     wants: tuple[bool, bool],
     is_streamed: bool,
-    chip_bytes: int,
+    chip: plan.Chip,
     has_peers: bool = False,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
@@ -287,8 +288,10 @@ def layout(
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
-    light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip_bytes, caches, light, problem.is_mixed, has_peers)
+    is_simple = moments is not None and moments.exponent is None
+    light = is_simple and not (problem.input.softcap or problem.target.softcap)
+    computes = not any(wants) or not (is_simple or has_corner(problem.kind))
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, light, problem.is_mixed, has_peers, computes)
 
 
 def caches_slopes(problem: Problem) -> bool:
@@ -315,11 +318,16 @@ def _launcher(index: int, placed: plan.Layout, variant: Variant) -> Launcher:
 
 
 @functools.cache
-def chip_bytes(index: int) -> int:
-    """Shared memory that a block can have for rows, where the device has clusters and bulk copies; else 0."""
+def chip(index: int) -> plan.Chip:
     properties = torch.cuda.get_device_properties(index)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
-    return shared if properties.major >= 9 else 0
+    if properties.major < 9:
+        return plan.NO_CHIP
+    if properties.major >= 12:
+        return plan.Chip(shared)
+    # A part of a device may have no sixteen multiprocessors side by side.
+    probe = Launcher(PROBE, "probe", index, cluster=plan.MAX_CLUSTER, shared=shared)
+    return plan.Chip(shared, plan.MAX_CLUSTER if probe.blocks else plan.PORTABLE_CLUSTER)
 
 
 def _laid_out(x: Tensor, y: Tensor, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Dtypes, list[int], bool]:

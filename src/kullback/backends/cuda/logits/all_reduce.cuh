@@ -25,7 +25,7 @@ template <typename WIDE, int COUNT, typename F>
 INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, float (&values)[COUNT], F reduce)
 {
     enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
-    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= EACH);
+    static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= 32);
     const unsigned thread = (unsigned)opaque(group.thread), lane = thread % 32;
     const unsigned rank = cta_rank(); /* early: it takes long to answer */
     WIDE parts[KEPT];
@@ -70,21 +70,25 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     group.exchanges++;
     mine = reduce.identity();
     const unsigned again = (unsigned)opaque(group.thread) % 32; /* the lane: kept while others are waited for, it would spill */
-    if (again % EACH < cluster) { /* a lane reads what a block sent, and adds pairs: one large partial is not to swallow small ones */
-        const float *sent = (const float *)(partials + again % EACH * WARPS) + again / EACH;
-        WIDE reduced[WARPS];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++)
-            reduced[w] = sent[4 * w];
+    for (unsigned first = 0; first < MAX_CLUSTER; first += EACH) {
+        const unsigned block = first + again % EACH;
+        if (block < cluster) { /* a lane reads what it sent, and adds pairs: one large partial is not to swallow small ones */
+            const float *sent = (const float *)(partials + block * WARPS) + again / EACH;
+            WIDE reduced[WARPS];
 #pragma unroll
-        for (int step = 1; step < WARPS; step *= 2)
+            for (int w = 0; w < WARPS; w++)
+                reduced[w] = sent[4 * w];
 #pragma unroll
-            for (int w = 0; w + step < WARPS; w += 2 * step)
-                reduced[w] = reduce(reduced[w], reduced[w + step]);
-        mine = reduced[0];
+            for (int step = 1; step < WARPS; step *= 2)
+#pragma unroll
+                for (int w = 0; w + step < WARPS; w += 2 * step)
+                    reduced[w] = reduce(reduced[w], reduced[w + step]);
+            mine = first ? reduce(mine, reduced[0]) : reduced[0];
+        }
     }
 #pragma unroll
-    for (int step = MAX_CLUSTER / 2; step; step /= 2)
+    for (int step = (MAX_CLUSTER < EACH ? MAX_CLUSTER : EACH) / 2; step; step /= 2)
         mine = reduce(mine, shfl_xor(mine, step));
 #endif
 #if HAS_PEERS
