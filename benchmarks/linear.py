@@ -183,7 +183,8 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
             entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         entries.append(entry)
     models = kullback.linear.Models(h, w, None, t, v, None)
-    chunk, kept, _ = kullback.linear.plan_chunks(models, (True, True, *[False] * 4), widens=True)
+    most_bytes = kullback.linear.bytes_of_chunks(h.device)
+    chunk, kept, _ = kullback.linear.plan_chunks(models, (True, True, *[False] * 4), most_bytes, widens=True)
     return {
         "case": {
             "rows": rows,

@@ -1,8 +1,10 @@
 """Hidden states x head: equal to the divergence of the logits, whatever the chunks; what is kept, read and computed."""
 
+import functools
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -328,8 +330,8 @@ def test_chunks_keep_the_budget(wanted):
         (True, False),
     ):
         operands = shapes(rows, vocab, dtype, has_teacher_head)
-        step, *kept = linear.plan_chunks(operands, want)
-        assert 1 <= step <= rows + linear.TILE
+        step, *kept = linear.plan_chunks(operands, want, linear.CHUNK_BYTES)
+        assert 1 <= step <= rows + linear.LARGE_TILE
         assert all(count % step == 0 and count >= step for count in kept)
         counts = kept if has_teacher_head else kept[:1]
         assert sum(min(count, rows) * vocab * dtype.itemsize for count in counts) <= linear.CHUNK_BYTES
@@ -341,12 +343,12 @@ def test_wide_logits_and_their_rounded_gradients_keep_the_budget(wanted, has_tea
     want = [False, wanted[0], False, False, wanted[1], False]
     for rows, vocab in itertools.product((1, 100, 4096, 131072), (1000, 128256, 262144)):
         operands = shapes(rows, vocab, torch.bfloat16, has_teacher_head)
-        step, *kept = linear.plan_chunks(operands, want, widens=True)
+        step, *kept = linear.plan_chunks(operands, want, linear.CHUNK_BYTES, widens=True)
         assert all(count % step == 0 and count >= step for count in kept)
         sides = 1 + has_teacher_head
         rounded = [count for count, asked in list(zip(kept, wanted, strict=True))[:sides] if asked]
         held = sides * min(step, rows) * vocab * 4 + sum(min(count, rows) * vocab * 2 for count in rounded)
-        assert held <= linear.CHUNK_BYTES * 4 // 3
+        assert held <= linear.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -400,26 +402,40 @@ def test_dtypes_of_logits(generator):
 
 
 def test_rows_are_kept_together_for_a_head_whose_gradient_is_wanted():
-    def chunks(rows, vocab, *want, teacher=True, widens=False):
+    def chunks(rows, vocab, *want, teacher=True, widens=False, most_bytes=linear.CHUNK_BYTES):
         operands = shapes(rows, vocab, torch.bfloat16, teacher)
-        return linear.plan_chunks(operands, [False, *want] if want else [False] * 6, widens)
+        return linear.plan_chunks(operands, [False, *want] if want else [False] * 6, most_bytes, widens)
 
     student, both = (True, False, False, False, False), (True, False, False, True, False)
-    assert chunks(4096, 128256, *student) == (1024, 4096, 1024)  # the head's gradient is one product
-    assert chunks(8192, 151936, *student) == (1024, 4096, 1024)
+    assert chunks(4096, 128256, *student) == (2304, 4608, 2304)  # the head's gradient is one product
+    assert chunks(8192, 151936, *student) == (1408, 4224, 1408)
     assert chunks(8192, 151936, *both) == (2048, 2048, 2048)
     assert chunks(8192, 151936) == (2048, 2048, 2048)
-    assert chunks(8192, 151936, *student, teacher=False) == (4096, 4096, 4096)
+    assert chunks(8192, 151936, *student, teacher=False) == (6144, 6144, 6144)
     assert chunks(100, 1000, *student) == (100, 100, 100)
     assert chunks(0, 1000, *student)[0] == 1
     assert chunks(4096, 128256, *student, widens=True) == (768, 4608, 768)
-    assert chunks(8192, 151936, *student, widens=True) == (512, 2048, 512)
+    assert chunks(8192, 151936, *student, widens=True) == (512, 4096, 512)
+    wide = functools.partial(chunks, widens=True, most_bytes=4 << 30)
+    assert wide(4096, 128256, *student) == (2304, 4608, 2304)
+    assert wide(8192, 151936, *student) == (1152, 9216, 1152)
+    assert wide(32768, 151936, *student) == (1024, 8192, 1024)
+
+
+def test_a_large_device_has_more_memory_for_chunks(monkeypatch):
+    def properties(total):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+        return linear.bytes_of_chunks(torch.device("cuda", 0))
+
+    assert linear.bytes_of_chunks(torch.device("cpu")) == properties(16 << 30) == linear.CHUNK_BYTES
+    assert properties(80 << 30) == 4 << 30
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wanted", [(0, 1, 2), (3, 4, 5), (1,), (0, 4), (0,)])
 def test_gradients_of_rows_kept_together(backend, device, generator, monkeypatch, wanted, reduction):
-    monkeypatch.setattr(linear, "CHUNK_BYTES", 7 * 8 * VOCAB)  # of the 13 rows 1 is streamed and 5 are kept
+    # Of the 13 rows 1 is streamed and 5 are kept.
+    monkeypatch.setattr(linear, "bytes_of_chunks", lambda device: 7 * 8 * VOCAB)
     tensors = operands(generator, device=device)
     for index, tensor in enumerate(tensors):
         tensor.requires_grad_(index in wanted)

@@ -28,16 +28,19 @@ from kullback.state import packed, state_fields
 from kullback.tracing import is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, in_memory
 
-# All logits that are in memory at once. The float32 sum of a head's gradient is read and written once for what is kept
-# together, and the fewer rows that product has the slower it is; one that only projects does well with a thousand:
-# docs/performance.md.
-CHUNK_BYTES = 1500 << 20
+# Logits and their gradients that are in memory at once. The float32 sum of a head's gradient is read and written once
+# for what is kept together, and the fewer rows that product has the slower it is; one that only projects does well
+# with a thousand: docs/performance.md.
+CHUNK_BYTES = 2 << 30
+DEVICE_SHARE = 20  # of a GPU's memory, instead: one byte in so many
 STREAMED = 5  # at most one byte in so many is for a side whose logits are streamed, beside one whose are kept
-WIDE_STREAMED = 2.5  # the same where logits are wider than what is kept, of a third more bytes
+WIDE_STREAMED = 3  # the same where logits are wider than what is kept
 ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
 BLOCK = 8192  # tokens of a 16-bit head that a CPU widens at once
 FILLING = 2048  # rows whose product with a head has as many tiles as a GPU works on at once
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
+LARGE_TILE = 384  # instead, where all rows are kept: whole tiles of 128 and of 192
+ENOUGH = 6 * LARGE_TILE  # more rows would not be projected faster
 
 
 class Models(NamedTuple):
@@ -68,7 +71,7 @@ class Task(NamedTuple):
     problem: Problem
     negligible: float  # of a top-k teacher: a tail that is no more may be rounding
     dtype: torch.dtype  # of the loss
-    chunk_rows: int  # 0: as many as fit CHUNK_BYTES
+    chunk_rows: int  # 0: as `plan_chunks` has it
     widens: bool  # whether logits of 16-bit operands are float32
     sums_hidden: bool  # whether ranks that share the vocabulary sum their parts of the hidden states' gradients
     wants: tuple[bool, ...]  # the gradients of the first operands
@@ -257,9 +260,11 @@ class Chunks:
         self.task, self.models = task, models
         self.rows = models.hidden.size(0)
         self.begun: list[collecting.Begun] = []
-        width = task.problem.shard.width
-        plan = (task.chunk_rows,) * 3 if task.chunk_rows else plan_chunks(models, task.wants, task.widens, width)
-        self.step, *kept = plan
+        shard = task.problem.shard
+        # Ranks plan alike, whatever their devices.
+        most_bytes = CHUNK_BYTES if shard.group else bytes_of_chunks(models.hidden.device)
+        asked = (task.chunk_rows,) * 3 if task.chunk_rows else None
+        self.step, *kept = asked or plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
         summing = task.problem.shard.group if task.sums_hidden else ""
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
@@ -302,7 +307,15 @@ class Chunks:
         return [*self.student.gradients(), *self.teacher.gradients()]
 
 
-def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False, width: int = 0) -> tuple[int, int, int]:
+def bytes_of_chunks(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // DEVICE_SHARE)
+
+
+def plan_chunks(
+    models: Models, wants: Sequence[bool], most_bytes: int, widens: bool = False, width: int = 0
+) -> tuple[int, int, int]:
     """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in so many bytes.
 
     Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed. Logits wider
@@ -310,7 +323,6 @@ def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False, wid
     with, where ranks that have unlike slices must plan alike.
     """
     rows = models.hidden.size(0)
-    most_bytes, share = (CHUNK_BYTES * 4 // 3, WIDE_STREAMED) if widens else (CHUNK_BYTES, STREAMED)
     kept = streamed = 0
     keeps = []
     sides = ((models.hidden, models.weight, wants[:3]), (models.target, models.target_weight, wants[3:]))
@@ -325,23 +337,25 @@ def plan_chunks(models: Models, wants: Sequence[bool], widens: bool = False, wid
         else:
             streamed += wide + (own if wide > own and any(wanted) else 0)
     if kept and streamed:
-        most = _even(int(most_bytes / (share * streamed)))
-        several = max(1, (most_bytes // most - streamed) // kept)
+        most = _even(most_bytes // ((WIDE_STREAMED if widens else STREAMED) * streamed))
+        largest = most * max(1, (most_bytes // most - streamed) // kept)
     else:
-        most, several = _even(most_bytes // max(1, kept + streamed)), 1
-    largest = most * several
+        most = largest = _even(most_bytes // max(1, kept + streamed))
     blocks = math.ceil(rows / largest)
     each = math.ceil(rows / max(1, blocks)) if blocks < 2 or largest < FILLING else largest // FILLING * FILLING
+    if kept and streamed and blocks < 2:
+        most = max(most, min(_even((most_bytes - each * kept) // streamed, LARGE_TILE), ENOUGH))
+    tile = TILE if blocks > 1 or most < LARGE_TILE else LARGE_TILE
     several = math.ceil(each / most)
     step = max(1, math.ceil(each / max(1, several)))
-    step = min(most, step if step < TILE else math.ceil(step / TILE) * TILE)
+    step = min(most, step if step < tile else math.ceil(step / tile) * tile)
     student, teacher = (step * several if keep else step for keep in keeps)
     return step, student, teacher
 
 
-def _even(rows: int) -> int:
+def _even(rows: int, tile: int = TILE) -> int:
     """At most so many, of whole tiles if there is one."""
-    return max(1, rows if rows < TILE else rows // TILE * TILE)
+    return max(1, rows if rows < tile else rows // tile * tile)
 
 
 def sum_losses(task: Task, models: Models, scale: float) -> list[Tensor]:
