@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import kullback
-from kullback.backends.cuda import logits, plan
-from kullback.problem import Problem, Side
+from kullback.backends.cuda import plan
 from tests import emulation, kinds, oracle, samples
 from tests.samples import apart, at, dead, equal, far, masked, peaked, spiked
 from tests.tolerances import (
@@ -266,19 +265,17 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
 @pytest.mark.parametrize(
     ("vocab", "dtype", "blocks"),
     [
-        (32003, torch.bfloat16, (2, 2)),
-        (49155, torch.bfloat16, (4, 2)),
-        (50257, torch.float32, (8, 8)),
-        (128256, torch.bfloat16, (8, 8)),
-        (128256, torch.float32, (16, 16)),
-        (262144, torch.bfloat16, (16, 16)),
+        (32003, torch.bfloat16, 2),
+        (49155, torch.bfloat16, 2),
+        (50257, torch.float32, 8),
+        (128256, torch.bfloat16, 8),
+        (128256, torch.float32, 16),
+        (262144, torch.bfloat16, 16),
     ],
 )
 def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dtype, blocks):
     """Blocks of one cluster tell each other their sums; it takes more rows than are on chip at once."""
-    problem = Problem(kind, Side("logits"), Side("logits"), *kinds.values(kind))
-    placed = logits.layout(problem, vocab, dtype, dtype, (True, False), False, plan.HOPPER)
-    assert placed.cluster == blocks[kind == "jensen_shannon"]
+    assert plan.logits(vocab, dtype, dtype, False, False, plan.HOPPER).cluster == blocks
     monkeypatch.setattr(emulation.Launcher, "blocks", 1)
     rows = samples.batch(
         generator,

@@ -134,7 +134,6 @@ MIN_TILE_BYTES = 13 << 10  # where a row has as many
 # Threads that share a row and rows that a block works on, where a short slice is to be had for many rows, and where
 # a row takes all the stages. With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
-LARGEST_GROUP = 256
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
 MAX_REGISTER_VECTORS = 4  # of a row, that a thread has registers for
@@ -153,14 +152,13 @@ def logits(
     light: bool = False,
     labelled: bool = False,
     waits: bool = False,
-    computes: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
     `chip`: NO_CHIP too where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
     of rows on chip. `light`: whether the formula leaves registers for a row. `labelled`: whether rows may have labels.
-    `waits`: whether a row waits for other devices. `computes`: whether a row's arithmetic takes longer than its bytes.
+    `waits`: whether a row waits for other devices.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -181,11 +179,9 @@ def logits(
             # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
             # round that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
-            # Clusters of 16 leave multiprocessors idle whose neighbours are taken, and those of 4 a few.
-            rows_on_chip = 2.0 if cluster >= PORTABLE_CLUSTER else 3.0
-            if computes and cluster <= 2 and threads == LARGEST_GROUP:
-                rows_on_chip = 7 / 3
-            if safe and (rows_on_chip * row_tiles <= stages or cluster == largest):
+            # The larger clusters are, the more multiprocessors stay idle whose neighbours are taken.
+            enough = 2 if cluster >= PORTABLE_CLUSTER or (cluster, threads) == (2, 256) else 3  # rows on chip
+            if safe and (enough * row_tiles <= stages or cluster == largest):
                 y_offset = room * per_vector * x.itemsize
                 shape = LogitsShape(
                     True,

@@ -288,10 +288,8 @@ def layout(
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     moments = moments_of(problem.kind) if problem.is_normalised else None
-    is_simple = moments is not None and moments.exponent is None
-    light = is_simple and not (problem.input.softcap or problem.target.softcap)
-    computes = not any(wants) or not (is_simple or has_corner(problem.kind))
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, light, problem.is_mixed, has_peers, computes)
+    light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, light, problem.is_mixed, has_peers)
 
 
 def caches_slopes(problem: Problem) -> bool:
