@@ -69,8 +69,8 @@ def regimes():
 
 
 def real_rows(name):
-    """Milliseconds with a student's gradient on an H100, and the share of three passes' time in it."""
-    report = load(f"h100/{name}")
+    """Milliseconds with a student's gradient on an H200, and the share of three passes' time in it."""
+    report = load(f"h200/{name}")
     cells = {}
     for result in report["results"]:
         case = result["case"]
@@ -80,13 +80,13 @@ def real_rows(name):
     kinds = list(next(iter(cells.values())))
     lines = ["| rows | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
     for (source, student, shape), row in cells.items():
-        lines.append(f"| {source}, {student}, {shape} | " + " | ".join(row[kind] for kind in kinds) + " |")
+        lines.append(f"| {source}, {student}, {shape} | " + " | ".join(row.get(kind, "") for kind in kinds) + " |")
     return "\n".join(lines)
 
 
 def rivals_on_real_rows():
-    """Milliseconds on an H100, each with a student's gradient."""
-    report = load("h100/real_rivals")
+    """Milliseconds on an H200, each with a student's gradient."""
+    report = load("h200/real")
     names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
     lines = ["| rows | kind | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for result in report["results"]:
@@ -120,14 +120,14 @@ def real_rows_on_a_cpu():
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
     of_logits, of_labels, of_rows, on_a_cpu = (
-        load(name)["results"] for name in ("h100/dense", "h100/labels", "h100/figures", "cpu/figures")
+        load(name)["results"] for name in ("h200/dense", "h100/labels", "h200/figures", "cpu/figures")
     )
     lines = []
     for part, head, results in (
-        ("dense", "H100: rows, kind", of_logits),
+        ("dense", "H200: rows, kind", of_logits),
         ("linear", "H100: hidden states", of_labels),
         ("alone", "H100: labels alone", of_labels),
-        ("figures", "H100: figures of rows", of_rows),
+        ("figures", "H200: figures of rows", of_rows),
         ("figures", "two cores: figures of rows", on_a_cpu),
     ):
         found = [result for result in results if result["part"] == part]
@@ -177,6 +177,17 @@ def logits(noise):
             rows[f"{case['kind']}, {case['rows']} × {case['vocab']}{dtype}"] = " | ".join(cells)
     lines = ["| | " + " | ".join(TASKS) + " |", "|---|" + "---|" * len(TASKS)]
     return "\n".join([*lines, *(f"| {row} | {cells} |" for row, cells in rows.items())])
+
+
+def shapes():
+    """Milliseconds of random rows of logits on an H200, and the share in them of the bytes that must move."""
+    lines = header("", *TASKS[:2])
+    for result in load("h200/shapes"):
+        case, ours = result["case"], {e["task"]: e for e in result["results"]}
+        dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
+        cells = " | ".join(f"{ours[t]['seconds'] * 1e3:.2f} ({ours[t]['of_ceiling']:.2f})" for t in TASKS[:2])
+        lines.append(f"| {case['kind']}, {case['rows']} × {case['vocab']}{dtype} | {cells} |")
+    return "\n".join(lines)
 
 
 def rivals_on_random_rows():
@@ -284,20 +295,18 @@ def summary():
         if (case["kind"], case["form"], case["dtype"]) == ("kl", "probs", "float32"):
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward"))
             line(f"kl of probabilities, {case['rows']} × {case['vocab']}, forward", found, ours["of_ceiling"])
-    for result in load("h100/real_rivals")["results"]:
+    for result in load("h200/real")["results"]:
         case, found = result["case"], seconds(result, "forward + gradient")
-        if case["source"] == "real" and case["student"] == "bits5":
+        if case["source"] == "real" and case["student"] == "bits5" and "eager" in found:
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward + gradient"))
-            line(
-                f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}, H100", found, ours["of_ceiling"]
-            )
-    for result in load("h100/linear")["linear"]:
+            line(f"{case['kind']} of a model's logits, {case['rows']} × {case['vocab']}", found, ours["of_ceiling"])
+    for result in load("h200/linear")["linear"]:
         case, found = result["case"], seconds(result, None)
         if case["rows"] == 4096 and case["student"] == "bits5":
             share = 1 / next(e["of_floor"] for e in result["results"] if e["name"] == "kullback")
             shape = f"{case['rows']} × {case['hidden']} × {case['vocab']}"
             right = [e["name"] for e in result["results"] if e["hidden_gradient_error"] < 0.01]
-            line(f"{case['kind']} of hidden states, {shape}, H100", found, share, [n for n in rest if n in right])
+            line(f"{case['kind']} of hidden states, {shape}", found, share, [n for n in rest if n in right])
     return "\n".join(lines)
 
 
@@ -490,12 +499,13 @@ PERFORMANCE = (
     section("literal", literal),
     section("logits, far", functools.partial(logits, 1.0)),
     section("logits, close", functools.partial(logits, 0.03)),
+    section("shapes", shapes),
     section("rivals, random rows", rivals_on_random_rows),
     section("real rows", functools.partial(real_rows, "real")),
     section("real rows, other kinds", functools.partial(real_rows, "real_others")),
     section("rivals", rivals_on_real_rows),
     section("real rows, CPU", real_rows_on_a_cpu),
-    section("linear", functools.partial(linear, "h100")),
+    section("linear", functools.partial(linear, "h200")),
     section("linear, CPU", functools.partial(linear, "cpu")),
     section("labels", labels),
     section("ranks", ranks),

@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -379,6 +380,30 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip):
     assert turns <= 32  # a thread has a bit for each vector
     last = layout.slice_vectors - (tiles - 1) * layout.tile_vectors
     assert turns == (tiles - 1) * -(-layout.tile_vectors // threads) + -(-last // threads)
+
+
+@pytest.mark.parametrize(
+    ("major", "clusters", "cluster"), [(9, 7, 16), (9, 0, 8), (9, None, 8), (10, 8, 16), (12, 8, 8)]
+)
+def test_clusters_of_a_device(monkeypatch, major, clusters, cluster):
+    """Sixteen blocks where so many fit side by side; eight where none do, or where that cannot be found out."""
+
+    class Launcher:
+        def __init__(self, *arguments, **layout):
+            if clusters is None:
+                raise RuntimeError("CUDA_ERROR_INVALID_CLUSTER_SIZE")
+            self.blocks = clusters
+
+    properties = SimpleNamespace(major=major, shared_memory_per_block_optin=plan.HOPPER.block_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(logits, "Launcher", Launcher)
+    assert logits.chip.__wrapped__(0) == plan.HOPPER._replace(cluster=cluster)
+
+
+def test_devices_without_clusters_keep_no_rows_on_chip(monkeypatch):
+    properties = SimpleNamespace(major=8, shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert logits.chip.__wrapped__(0) == plan.NO_CHIP
 
 
 def test_slopes_are_cached_where_half_precision_holds_them():

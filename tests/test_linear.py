@@ -420,6 +420,9 @@ def test_rows_are_kept_together_for_a_head_whose_gradient_is_wanted():
     assert wide(4096, 128256, *student) == (2304, 4608, 2304)
     assert wide(8192, 151936, *student) == (1152, 9216, 1152)
     assert wide(32768, 151936, *student) == (1024, 8192, 1024)
+    # What passes needs no more rows than are projected fast, unless they are short.
+    assert wide(65536, 128256, most_bytes=8 << 30) == (2048, 2048, 2048)
+    assert wide(65536, 1000, most_bytes=8 << 30) == (65664, 65664, 65664)
 
 
 def test_a_large_device_has_more_memory_for_chunks(monkeypatch):

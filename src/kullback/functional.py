@@ -555,8 +555,8 @@ def linear_divergence(
         row_weight: as of `divergence`. Hidden states of rows of weight 0 reach nothing.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
-        chunk_rows: rows of a chunk; by default as many as 1.6 GB of both models' logits allow, and 2.1 GB of them in
-            float32.
+        chunk_rows: rows of a chunk. By default both models' logits and their gradients take a twentieth of the GPU's
+            memory at most, or 2.1 GB if that is more.
         logits_dtype: what products are summed and kept in; by default float32 where hidden states and heads are of 16
             bits. Their own dtype is faster, and rounds logits as a model's own are: gradients are off by percents, of a
             student within 1 % of its teacher by as much as there is of them.

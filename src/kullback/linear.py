@@ -32,7 +32,7 @@ from kullback.work import Operands, Rows, Scale, in_memory
 # for what is kept together, and the fewer rows that product has the slower it is; one that only projects does well
 # with a thousand: docs/performance.md.
 CHUNK_BYTES = 2 << 30
-DEVICE_SHARE = 20  # of a GPU's memory, instead: one byte in so many
+DEVICE_SHARE = 20  # of a GPU's memory, if that is more: one byte in so many
 STREAMED = 5  # at most one byte in so many is for a side whose logits are streamed, beside one whose are kept
 WIDE_STREAMED = 3  # the same where logits are wider than what is kept
 ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors want them to, whatever the vocabulary
@@ -263,8 +263,10 @@ class Chunks:
         shard = task.problem.shard
         # Ranks plan alike, whatever their devices.
         most_bytes = CHUNK_BYTES if shard.group else bytes_of_chunks(models.hidden.device)
-        asked = (task.chunk_rows,) * 3 if task.chunk_rows else None
-        self.step, *kept = asked or plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
+        if task.chunk_rows:
+            self.step, *kept = (task.chunk_rows,) * 3
+        else:
+            self.step, *kept = plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
         summing = task.problem.shard.group if task.sums_hidden else ""
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
@@ -308,6 +310,7 @@ class Chunks:
 
 
 def bytes_of_chunks(device: torch.device) -> int:
+    """So many that all models' rows may take at once: a share of a large GPU's memory."""
     if device.type != "cuda":
         return CHUNK_BYTES
     return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // DEVICE_SHARE)
@@ -316,7 +319,7 @@ def bytes_of_chunks(device: torch.device) -> int:
 def plan_chunks(
     models: Models, wants: Sequence[bool], most_bytes: int, widens: bool = False, width: int = 0
 ) -> tuple[int, int, int]:
-    """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in so many bytes.
+    """Rows of a chunk, and of the student's and the teacher's logits that are kept: whole chunks, in `most_bytes`.
 
     Those of a head whose gradient is wanted are kept for several chunks, if the other side's are streamed. Logits wider
     than their operands are a chunk's, and what is kept is their rounded gradient. `width`: how many tokens to count
@@ -337,13 +340,16 @@ def plan_chunks(
         else:
             streamed += wide + (own if wide > own and any(wanted) else 0)
     if kept and streamed:
-        most = _even(most_bytes // ((WIDE_STREAMED if widens else STREAMED) * streamed))
+        share = (WIDE_STREAMED if widens else STREAMED) * streamed
+        most = _even(most_bytes // max(share, kept + streamed))
         largest = most * max(1, (most_bytes // most - streamed) // kept)
     else:
         most = largest = _even(most_bytes // max(1, kept + streamed))
+        if streamed:
+            most = largest = min(largest, max(ENOUGH, _even(CHUNK_BYTES // streamed)))
     blocks = math.ceil(rows / largest)
     each = math.ceil(rows / max(1, blocks)) if blocks < 2 or largest < FILLING else largest // FILLING * FILLING
-    if kept and streamed and blocks < 2:
+    if kept and streamed and blocks < 2:  # all rows are kept, and what memory is left is for those that pass
         most = max(most, min(_even((most_bytes - each * kept) // streamed, LARGE_TILE), ENOUGH))
     tile = TILE if blocks > 1 or most < LARGE_TILE else LARGE_TILE
     several = math.ceil(each / most)

@@ -11,6 +11,8 @@ import torch
 
 VECTOR_BYTES = 16
 THREADS = 256
+PORTABLE_CLUSTER = 8  # blocks: the largest cluster that every device admits
+MAX_CLUSTER = 16
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class LogitsShape:
     register_vectors: int = 0  # vectors of a row that a thread keeps in registers: all that it has
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
-    max_cluster: int = 8  # blocks that share a row, at most
+    max_cluster: int = PORTABLE_CLUSTER  # blocks that share a row, at most: code for fewer is the same
 
     @property
     def threads(self) -> int:
@@ -108,10 +110,6 @@ class Layout:
     exchange_offset: int = 0  # in shared memory, behind the target's stages
     barrier_offset: int = 0  # behind that
     shared: int = 0  # bytes of dynamic shared memory a block
-
-
-PORTABLE_CLUSTER = 8  # blocks: the largest cluster that every device admits
-MAX_CLUSTER = 16
 
 
 class Chip(NamedTuple):
@@ -164,7 +162,7 @@ def logits(
     short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
-    largest = PORTABLE_CLUSTER if waits else chip.cluster
+    largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
     for cluster in (c for c in CLUSTERS if c <= largest) if chip.block_bytes and not short else ():
         slice_vectors = math.ceil(vectors / cluster)
         row_groups = WAITING_ROW_GROUPS if waits else ROW_GROUPS
@@ -179,7 +177,8 @@ def logits(
             # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
             # round that it waits for is not two ahead, which its barriers could not tell from none.
             safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
-            # The larger clusters are, the more multiprocessors stay idle whose neighbours are taken.
+            # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
+            # neighbours are taken, the larger the more: there two are better, of threads enough.
             enough = 2 if cluster >= PORTABLE_CLUSTER or (cluster, threads) == (2, 256) else 3  # rows on chip
             if safe and (enough * row_tiles <= stages or cluster == largest):
                 y_offset = room * per_vector * x.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import struct
@@ -321,11 +322,19 @@ def chip(index: int) -> plan.Chip:
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
     if properties.major < 9:
         return plan.NO_CHIP
-    if properties.major >= 12:
-        return plan.Chip(shared)
-    # A part of a device may have no sixteen multiprocessors side by side.
-    probe = Launcher(PROBE, "probe", index, cluster=plan.MAX_CLUSTER, shared=shared)
-    return plan.Chip(shared, plan.MAX_CLUSTER if probe.blocks else plan.PORTABLE_CLUSTER)
+    return plan.Chip(shared, largest_cluster(index, properties.major, shared))
+
+
+def largest_cluster(index: int, major: int, shared: int) -> int:
+    """Blocks of so much shared memory that may be a cluster, as far as it can be found out.
+
+    A part of a device may have no sixteen multiprocessors side by side. 12.0 admits eight.
+    """
+    if major < 12:
+        with contextlib.suppress(Exception):  # what fails here fails for the kernel too, and says so
+            probe = Launcher(PROBE, "probe", index, cluster=plan.MAX_CLUSTER, shared=shared)
+            return plan.MAX_CLUSTER if probe.blocks else plan.PORTABLE_CLUSTER
+    return plan.PORTABLE_CLUSTER
 
 
 def _laid_out(x: Tensor, y: Tensor, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Dtypes, list[int], bool]:

@@ -73,7 +73,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
 #pragma unroll
     for (unsigned first = 0; first < MAX_CLUSTER; first += EACH) {
         const unsigned block = first + again % EACH;
-        if (block < cluster) { /* a lane reads what it sent, and adds pairs: one large partial is not to swallow small ones */
+        if (block < cluster) { /* a lane reads what that sent, and adds pairs: one large partial is not to swallow small ones */
             const float *sent = (const float *)(partials + block * WARPS) + again / EACH;
             WIDE reduced[WARPS];
 #pragma unroll
