@@ -13,11 +13,12 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/h100/real_rivals.json"
+RESULTS = ROOT / "benchmarks/results/h200/real.json"
 PICTURE = ROOT / "docs/pictures/real_rows.svg"
 CURVE = ROOT / "benchmarks/results/cpu/smollm2.json"
 CURVE_PICTURE = ROOT / "docs/pictures/smollm2.svg"
-STUDENTS = {"bits5": "student: teacher's weights rounded to 5 bits", "noise5": "student: 5 % noise on hidden states"}
+STUDENTS = {"bits5": "student: teacher's weights rounded to 5 bits", "pruned": "student: 4 layers of 30 removed"}
+KINDS = "kl", "reverse_kl", "jensen_shannon"
 NAMES = {
     "kullback": "kullback",
     "fast-llm": "Fast-LLM",
@@ -70,7 +71,8 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "kullback", "font.family": "DejaVu Sans"})
     figure, panels = plt.subplots(len(STUDENTS), figsize=(6, 6.6), layout="constrained", sharex=True)
     for axes, (student, title) in zip(panels, STUDENTS.items(), strict=True):
-        draw(axes, [r for r in results if r["case"]["student"] == student and r["case"]["source"] == "real"])
+        cases = [(r, r["case"]) for r in results]
+        draw(axes, [r for r, of in cases if (of["source"], of["student"]) == ("real", student) and of["kind"] in KINDS])
         axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("milliseconds", fontsize=9)
     PICTURE.parent.mkdir(exist_ok=True)
