@@ -397,13 +397,13 @@ def test_clusters_of_a_device(monkeypatch, major, clusters, cluster):
     properties = SimpleNamespace(major=major, shared_memory_per_block_optin=plan.HOPPER.block_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(logits, "Launcher", Launcher)
-    assert logits.chip.__wrapped__(0) == plan.HOPPER._replace(cluster=cluster)
+    assert logits.chip_of.__wrapped__(0) == plan.HOPPER._replace(cluster=cluster)
 
 
 def test_devices_without_clusters_keep_no_rows_on_chip(monkeypatch):
     properties = SimpleNamespace(major=8, shared_memory_per_block_optin=99 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert logits.chip.__wrapped__(0) == plan.NO_CHIP
+    assert logits.chip_of.__wrapped__(0) == plan.NO_CHIP
 
 
 def test_slopes_are_cached_where_half_precision_holds_them():

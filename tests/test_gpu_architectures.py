@@ -29,7 +29,7 @@ def another_device(request, monkeypatch):
     modules = literal, logits, scale, topk, launch
     caches = [value for module in modules for value in vars(module).values() if hasattr(value, "cache_clear")]
     monkeypatch.setattr(launch, "architecture", lambda index: arch)
-    monkeypatch.setattr(logits, "chip", lambda index: chip)
+    monkeypatch.setattr(logits, "chip_of", lambda index: chip)
     for each in caches:
         each.cache_clear()
     yield

@@ -84,7 +84,7 @@ def emulated(monkeypatch):
     for module in (literal, logits):
         monkeypatch.setattr(module, "workspace", workspace)
     monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
-    monkeypatch.setattr(logits, "chip", lambda index: plan.NO_CHIP)
+    monkeypatch.setattr(logits, "chip_of", lambda index: plan.NO_CHIP)
     for each in caches:
         each.cache_clear()
     yield
@@ -95,5 +95,5 @@ def emulated(monkeypatch):
 
 def on_chip(monkeypatch, chip=plan.HOPPER):
     """Rows of `emulated` tensors are on chip, where a cluster of blocks with so much memory can hold them."""
-    monkeypatch.setattr(logits, "chip", lambda index: chip)
+    monkeypatch.setattr(logits, "chip_of", lambda index: chip)
     logits._prepared.cache_clear()

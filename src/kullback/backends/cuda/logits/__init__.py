@@ -154,7 +154,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        plan.NO_CHIP if is_streamed or not is_in_phase else chip(index),
+        plan.NO_CHIP if is_streamed or not is_in_phase else chip_of(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(
@@ -182,7 +182,7 @@ def why_not_on_chip(work: Rows) -> str | None:
     dtypes, strides, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
     if not is_in_phase:
         return f"rows of input, target and gradients must be alike in memory; got strides {strides} (0: no gradient)"
-    placed = layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip(x.get_device()), True)
+    placed = layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip_of(x.get_device()), True)
     if placed.shape.resident:
         return None
     return f"{x.size(1)} tokens are too few or too many to stay on chip"
@@ -317,7 +317,7 @@ def _launcher(index: int, placed: plan.Layout, variant: Variant) -> Launcher:
 
 
 @functools.cache
-def chip(index: int) -> plan.Chip:
+def chip_of(index: int) -> plan.Chip:
     properties = torch.cuda.get_device_properties(index)
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
     if properties.major < 9:
