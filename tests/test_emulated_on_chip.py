@@ -270,7 +270,6 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
         (50257, torch.float32, 8),
         (128256, torch.bfloat16, 8),
         (128256, torch.float32, 16),
-        (262144, torch.bfloat16, 16),
     ],
 )
 def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dtype, blocks):
