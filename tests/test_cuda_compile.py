@@ -5,6 +5,7 @@ The budget is what was committed: `python -m tests.test_cuda_compile` writes it 
 
 import concurrent.futures
 import dataclasses
+import importlib
 import importlib.metadata
 import io
 import itertools
@@ -425,7 +426,10 @@ def test_lanes_grow_with_the_row():
 
 
 def nvrtc_version():
-    return importlib.metadata.version("nvidia-cuda-nvrtc")
+    """Of the package, if it is what compiles: a PyTorch of another CUDA has its own, and loads it first."""
+    installed = importlib.metadata.version("nvidia-cuda-nvrtc")
+    _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    return installed if installed.startswith(f"{major}.{minor}.") else f"{major}.{minor}"
 
 
 def read_budget():
