@@ -39,7 +39,7 @@ ALIGNED = 64  # elements: rows of logits begin where tensor cores and vectors wa
 BLOCK = 8192  # tokens of a 16-bit head that a CPU widens at once
 FILLING = 2048  # rows whose product with a head has as many tiles as a GPU works on at once
 TILE = 128  # rows of a chunk are a multiple of this, where they are more: what tensor cores take at once
-LARGE_TILE = 384  # instead, where all rows are kept: whole tiles of 128 and of 192
+LARGE_TILE = 384  # instead, where all rows are planned at once: whole tiles of 128 and of 192
 ENOUGH = 6 * LARGE_TILE  # more rows would not be projected faster
 
 
@@ -261,13 +261,12 @@ class Chunks:
         self.rows = models.hidden.size(0)
         self.begun: list[collecting.Begun] = []
         shard = task.problem.shard
-        # Ranks plan alike, whatever their devices.
-        most_bytes = CHUNK_BYTES if shard.group else bytes_of_chunks(models.hidden.device)
         if task.chunk_rows:
             self.step, *kept = (task.chunk_rows,) * 3
-        else:
+        else:  # by ranks alike, whatever their devices
+            most_bytes = CHUNK_BYTES if shard.group else bytes_of_chunks(models.hidden.device)
             self.step, *kept = plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
-        summing = task.problem.shard.group if task.sums_hidden else ""
+        summing = shard.group if task.sums_hidden else ""
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (
@@ -344,9 +343,10 @@ def plan_chunks(
         most = _even(most_bytes // max(share, kept + streamed))
         largest = most * max(1, (most_bytes // most - streamed) // kept)
     else:
-        most = largest = _even(most_bytes // max(1, kept + streamed))
-        if streamed:
-            most = largest = min(largest, max(ENOUGH, _even(CHUNK_BYTES // streamed)))
+        most = most_bytes // max(1, kept + streamed)
+        if streamed:  # what passes needs no more memory on a large GPU, but for rows that are enough
+            most = min(most, max(ENOUGH, CHUNK_BYTES // streamed))
+        most = largest = _even(most)
     blocks = math.ceil(rows / largest)
     each = math.ceil(rows / max(1, blocks)) if blocks < 2 or largest < FILLING else largest // FILLING * FILLING
     if kept and streamed and blocks < 2:  # all rows are kept, and what memory is left is for those that pass
