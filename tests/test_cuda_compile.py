@@ -397,7 +397,7 @@ def test_clusters_of_a_device(monkeypatch, major, clusters, cluster):
     properties = SimpleNamespace(major=major, shared_memory_per_block_optin=plan.HOPPER.block_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(logits, "Launcher", Launcher)
-    assert logits.chip_of.__wrapped__(0) == plan.HOPPER._replace(cluster=cluster)
+    assert logits.admitted.__wrapped__(0, logits.chip_of.__wrapped__(0)) == plan.HOPPER._replace(cluster=cluster)
 
 
 def test_devices_without_clusters_keep_no_rows_on_chip(monkeypatch):

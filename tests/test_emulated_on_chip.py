@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kullback
-from kullback.backends.cuda import plan
+from kullback.backends.cuda import logits, plan
 from tests import emulation, kinds, oracle, samples
 from tests.samples import apart, at, dead, equal, far, masked, peaked, spiked
 from tests.tolerances import (
@@ -302,6 +302,23 @@ def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dt
         for row in counts.nonzero().flatten().tolist():
             bound = FLOAT_GRADIENT if dtype == torch.float32 else BF16_CACHED
             assert relative_error(ours[row], expected[row]) < bound, rows.names[row]
+
+
+def test_a_device_without_room_for_sixteen_blocks(backend, monkeypatch, generator):
+    portable = plan.HOPPER._replace(cluster=plan.PORTABLE_CLUSTER)
+    monkeypatch.setattr(logits, "admitted", lambda index, chip: portable)
+    clusters = []
+
+    class Launcher(emulation.Launcher):
+        def __call__(self, *arguments):
+            clusters.append(self.cluster)
+            super().__call__(*arguments)
+
+    monkeypatch.setattr(logits, "Launcher", Launcher)
+    x, y = torch.randn(2, 2, 128256, generator=generator)
+    loss = kullback.divergence(x, y, reduction="sum")
+    assert clusters == [plan.PORTABLE_CLUSTER]
+    assert relative_error(loss, oracle.divergence(x.double(), y.double(), "kl").sum()) < LOSS
 
 
 @pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl"])

@@ -207,6 +207,8 @@ def _prepared(
 ) -> tuple[Launcher, tuple[int | float, ...]]:
     """The kernel, and those of its arguments that are the same in every call of such tensors."""
     placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip, has_peers)
+    if placed.cluster > plan.PORTABLE_CLUSTER:
+        placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, admitted(index, chip), has_peers)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
@@ -322,19 +324,19 @@ def chip_of(index: int) -> plan.Chip:
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
     if properties.major < 9:
         return plan.NO_CHIP
-    return plan.Chip(shared, largest_cluster(index, properties.major, shared))
+    return plan.Chip(shared, plan.MAX_CLUSTER if properties.major < 12 else plan.PORTABLE_CLUSTER)
 
 
-def largest_cluster(index: int, major: int, shared: int) -> int:
-    """Blocks of so much shared memory that may be a cluster, as far as it can be found out.
+@functools.cache
+def admitted(index: int, chip: plan.Chip) -> plan.Chip:
+    """With the clusters that are to be had, as far as that can be found out.
 
-    A part of a device may have no sixteen multiprocessors side by side. 12.0 admits eight.
+    A part of a device may have no sixteen multiprocessors side by side.
     """
-    if major < 12:
-        with contextlib.suppress(Exception):  # what fails here fails for the kernel too, and says so
-            probe = Launcher(PROBE, "probe", index, cluster=plan.MAX_CLUSTER, shared=shared)
-            return plan.MAX_CLUSTER if probe.blocks else plan.PORTABLE_CLUSTER
-    return plan.PORTABLE_CLUSTER
+    with contextlib.suppress(Exception):  # what fails here fails for the kernel too, and says so
+        if Launcher(PROBE, "probe", index, cluster=chip.cluster, shared=chip.block_bytes).blocks:
+            return chip
+    return chip._replace(cluster=plan.PORTABLE_CLUSTER)
 
 
 def _laid_out(x: Tensor, y: Tensor, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Dtypes, list[int], bool]:
