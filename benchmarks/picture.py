@@ -38,6 +38,13 @@ def times(result: dict) -> tuple[dict[str, float], float]:
     return {e["name"]: e["seconds"] * 1e3 for e in entries}, ours["seconds"] * ours["of_ceiling"] * 1e3
 
 
+def chosen(results: list[dict], student: str) -> list[dict]:
+    def is_shown(case: dict) -> bool:
+        return (case["source"], case["student"]) == ("real", student) and case["kind"] in KINDS
+
+    return [result for result in results if is_shown(result["case"])]
+
+
 def draw(axes: plt.Axes, results: list[dict]) -> None:
     place, middles = 0.0, {}
     for result in results:
@@ -71,8 +78,7 @@ def main() -> None:
     matplotlib.rcParams.update({"svg.hashsalt": "kullback", "font.family": "DejaVu Sans"})
     figure, panels = plt.subplots(len(STUDENTS), figsize=(6, 6.6), layout="constrained", sharex=True)
     for axes, (student, title) in zip(panels, STUDENTS.items(), strict=True):
-        cases = [(r, r["case"]) for r in results]
-        draw(axes, [r for r, of in cases if (of["source"], of["student"]) == ("real", student) and of["kind"] in KINDS])
+        draw(axes, chosen(results, student))
         axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("milliseconds", fontsize=9)
     PICTURE.parent.mkdir(exist_ok=True)

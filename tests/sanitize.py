@@ -16,7 +16,7 @@ import kullback
 DEVICE, BACKEND = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
 KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation", "renyi")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-# On chip, in clusters of eight or sixteen blocks, of two or four, and one; streamed or sixteen; short. All odd.
+# On chip, in clusters of sixteen or eight blocks, of eight or two, and one; streamed or sixteen; short. All odd.
 VOCABULARIES = (128257, 49151, 8193, 600_001, 1001)
 # Elements before a row and in all beside it: none; so many that its gradient has vectors where it has; not so many
 PADDING = ((0, 0), (8, 16), (1, 3))

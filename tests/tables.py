@@ -164,30 +164,19 @@ def literal():
     return "\n".join(lines)
 
 
-def logits(noise):
-    """Milliseconds of logits on an H100, and the share in them of the bytes that must move."""
-    results = load("h100/logits")
+def logits(name, noise, tasks):
+    """Milliseconds of random logits on a GPU, and the share in them of the bytes that must move."""
+    results = load(name)
     rows = {}
     for result in sorted(results, key=lambda result: list(DIVERGENCES).index(result["case"]["kind"])):
         case = result["case"]
         if case["noise"] == noise:
             ours = {e["task"]: e for e in result["results"] if e["name"] == "kullback"}
             dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
-            cells = [f"{ours[task]['seconds'] * 1e3:.2f} ({ours[task]['of_ceiling']:.2f})" for task in TASKS]
+            cells = [f"{ours[task]['seconds'] * 1e3:.2f} ({ours[task]['of_ceiling']:.2f})" for task in tasks]
             rows[f"{case['kind']}, {case['rows']} × {case['vocab']}{dtype}"] = " | ".join(cells)
-    lines = ["| | " + " | ".join(TASKS) + " |", "|---|" + "---|" * len(TASKS)]
+    lines = ["| | " + " | ".join(tasks) + " |", "|---|" + "---|" * len(tasks)]
     return "\n".join([*lines, *(f"| {row} | {cells} |" for row, cells in rows.items())])
-
-
-def shapes():
-    """Milliseconds of random rows of logits on an H200, and the share in them of the bytes that must move."""
-    lines = header("", *TASKS[:2])
-    for result in load("h200/shapes"):
-        case, ours = result["case"], {e["task"]: e for e in result["results"]}
-        dtype = "" if case["dtype"] == "bfloat16" else f", {case['dtype']}"
-        cells = " | ".join(f"{ours[t]['seconds'] * 1e3:.2f} ({ours[t]['of_ceiling']:.2f})" for t in TASKS[:2])
-        lines.append(f"| {case['kind']}, {case['rows']} × {case['vocab']}{dtype} | {cells} |")
-    return "\n".join(lines)
 
 
 def rivals_on_random_rows():
@@ -497,9 +486,9 @@ PERFORMANCE = (
     section("host", host),
     section("first use", first_use),
     section("literal", literal),
-    section("logits, far", functools.partial(logits, 1.0)),
-    section("logits, close", functools.partial(logits, 0.03)),
-    section("shapes", shapes),
+    section("logits, far", functools.partial(logits, "h100/logits", 1.0, TASKS)),
+    section("logits, close", functools.partial(logits, "h100/logits", 0.03, TASKS)),
+    section("shapes", functools.partial(logits, "h200/shapes", 1.0, TASKS[:2])),
     section("rivals, random rows", rivals_on_random_rows),
     section("real rows", functools.partial(real_rows, "real")),
     section("real rows, other kinds", functools.partial(real_rows, "real_others")),
