@@ -11,11 +11,36 @@ struct Place {
     int in_row, on_chip;
 };
 
+/* Where this thread's vectors are, of which it has taken some: by steps back from the last, 1 being that */
+struct Places {
+    const Slice &slice;
+#if RESIDENT
+    const Pipeline &pipeline;
+    const RowGroup &group;
+
+    INLINE Place operator()(int steps) const
+    {
+        const int thread = opaque(group.thread), each = (pipeline.vectors - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
+        const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
+        const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
+        const int tile = i / each, vector = thread + i % each * THREADS_PER_ROW;
+        int stage = pipeline.stage + tile;
+        stage -= stage >= pipeline.stages ? pipeline.stages : 0;
+        return Place { slice.head + (slice.first + tile * pipeline.vectors + vector) * WIDTH,
+                       (stage * pipeline.vectors + vector) * WIDTH };
+    }
+#else
+    int next;
+
+    INLINE Place operator()(int steps) const { return Place { slice.head + (next - steps * THREADS_PER_ROW) * WIDTH, 0 }; }
+#endif
+};
+
 /* Calls f(x, y, index in the row, index in the stages on chip, row()) for the elements of vectors that have a bit in `marks`: the
    vector `place(steps from the end)` has the lowest bit where that is 1. Each lane takes an element, of as many vectors at once as
    there are lanes for. */
-template <bool FROM_CHIP, typename P, typename F, typename R>
-INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
+template <bool FROM_CHIP, typename F, typename R>
+INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place, F f, R row)
 {
     unsigned owners = ballot(marks != 0);
     if (!owners)
@@ -45,11 +70,46 @@ INLINE void each_marked(const Slice &slice, unsigned marks, P place, F f, R row)
     }
 }
 
-/* Calls now(x vector, y vector, bytes of x before it, the address of its x on chip) for this thread's vectors, and
-   later(x, y, index, index on chip, row()) for the elements of those where it was false, and for those of no vector, which are
-   not on chip: many vectors later, by any lane. LAST: the row is not read again. FROM_CHIP: what is on chip is still the row. */
-template <bool LAST, bool FROM_CHIP, typename F, typename G, typename R>
-INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, G later, R row)
+/* Calls f(x, y, row()) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`. Each lane
+   takes its own, since few lanes have more than one. */
+template <bool FROM_CHIP, typename C, typename F, typename R>
+INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, R row)
+{
+    if (!ballot(marks != 0))
+        return;
+    const Row found = row();
+    const X *x = 0;
+    const Y *y = 0;
+    unsigned left = 0; /* of the vector's elements */
+#pragma unroll 1
+    while (ballot(marks != 0 || left != 0)) {
+        if (!left && marks) {
+            const Place mine = place(__ffs((int)marks));
+            marks &= marks - 1;
+#if RESIDENT
+            x = FROM_CHIP ? (const X *)shared() + mine.on_chip : slice.x() + mine.in_row;
+            y = FROM_CHIP ? (const Y *)(shared() + Y_OFFSET) + mine.on_chip : slice.y() + mine.in_row;
+#else
+            x = slice.x() + mine.in_row;
+            y = slice.y() + mine.in_row;
+#endif
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                left |= is_such(to_real(x[k]), to_real(y[k])) ? 1u << k : 0;
+        }
+        if (left) {
+            const int k = __ffs((int)left) - 1;
+            left &= left - 1;
+            f(to_real(x[k]), to_real(y[k]), found);
+        }
+    }
+}
+
+/* Calls now(x vector, y vector, bytes of x before it, the address of its x on chip) for this thread's vectors, and then
+   marked(marks, place) of those where it was false, as of `each_marked`: of at most 32 vectors at once. LAST: the row is not read
+   again. FROM_CHIP: what is on chip is still the row, and `marked` reads it there. */
+template <bool LAST, bool FROM_CHIP, typename F, typename M>
+INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, M marked)
 {
 #if RESIDENT
     unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
@@ -57,16 +117,7 @@ INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGrou
                                                   [&](const Packed<X> &x, const Packed<Y> &y, long long before, int address) {
         marks = 2 * marks + !now(x, y, before, address);
     });
-    each_marked<FROM_CHIP>(slice, marks, [&](int steps) {
-        const int thread = opaque(group.thread), each = (pipeline.vectors - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW;
-        const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
-        const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
-        const int tile = i / each, vector = thread + i % each * THREADS_PER_ROW;
-        int stage = pipeline.stage + tile;
-        stage -= stage >= pipeline.stages ? pipeline.stages : 0;
-        return Place { slice.head + (slice.first + tile * pipeline.vectors + vector) * WIDTH,
-                       (stage * pipeline.vectors + vector) * WIDTH };
-    }, later, row);
+    marked(marks, Places { slice, pipeline, group });
     if (LAST && FROM_CHIP)
         release_row(slice, pipeline, group);
 #else
@@ -79,14 +130,36 @@ INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGrou
             const int i = slice.head + v * WIDTH;
             marks = 2 * marks + !now(load(slice.x() + i), load(slice.y() + i), v * (long long)X_BYTES, 0);
         }
-        each_marked<false>(slice, marks, [&](int steps) {
-            return Place { slice.head + (v - steps * THREADS_PER_ROW) * WIDTH, 0 };
-        }, later, row);
+        marked(marks, Places { slice, v });
     }
 #endif
+}
+
+/* The same, and calls later(x, y, index, index on chip, row()) for the elements of those vectors, and for those of no vector,
+   which are not on chip: many vectors later, by any lane. */
+template <bool LAST, bool FROM_CHIP, typename F, typename G, typename R>
+INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, G later, R row)
+{
+    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places &place) {
+        each_marked<FROM_CHIP>(slice, marks, place, later, row);
+    });
     if (slice.body < (int)slice.a.vocab) {
         const Row found = row();
         each_edge(slice, group, [&](int i) { later(to_real(slice.x()[i]), to_real(slice.y()[i]), i, 0, found); });
+    }
+}
+
+/* The same, and calls refine(x, y, row()) for the elements of those vectors with is_such(x, y), and edge(index, row()) for those
+   of no vector. */
+template <bool LAST, bool FROM_CHIP, typename F, typename C, typename G, typename E, typename R>
+INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, C is_such, G refine, E edge, R row)
+{
+    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places &place) {
+        each_own_marked<FROM_CHIP>(slice, marks, place, is_such, refine, row);
+    });
+    if (slice.body < (int)slice.a.vocab) {
+        const Row found = row();
+        each_edge(slice, group, [&](int i) { edge(i, found); });
     }
 }
 

@@ -201,25 +201,30 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
     const GradientVectors vectors(slice);
     TermSums term;
-    each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+    const auto is_heavy = [&](float y) { return target_of(a, y) >= heavy; };
+    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
         float part = 0;
         bool is_light = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            part += differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
-            is_light &= target_of(a, at(y, k)) < heavy;
+            const float more = differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+            if (!is_heavy(at(y, k)))
+                part += more;
+            else
+                is_light = false;
         }
-        if (is_light)
-            term.light += part;
-        if (is_light && WRITES)
+        term.light += part;
+        if (WRITES)
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float x, float y, int i, int, const Row &heavy_row) {
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row) {
+        term.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+    }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;
-        term.heavy += differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+        term.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
         if (WRITES)
             write_element(slice, input, target, i);
     }, [&] { return heavy_row(a, stats, row); });
