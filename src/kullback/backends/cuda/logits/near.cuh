@@ -48,12 +48,15 @@ INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 INLINE bool few_are_far(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
-    const LogRatio log_ratio(a, opaque(stats));
+    const float inv_temperature = a.input_inv_temperature; /* of both */
+    const float log_z_diff = LN2 * (log2_z(stats.y_max, stats.y_sum_exp, inv_temperature)
+                                    - log2_z(stats.x_max, stats.x_sum_exp, inv_temperature));
     float far = 0;
     each_first(slice, pipeline, group, [&](float x, float y, int) {
-        far += fabsf(log_ratio.of(input_of(a, x), target_of(a, y))) < NEAR_RADIUS ? 0 : 1;
+        const float log_ratio = fmaf(target_of(a, y) - input_of(a, x), inv_temperature, -log_z_diff); /* a rounding is nothing */
+        far += fabsf(log_ratio) < NEAR_RADIUS ? 0 : 1;
     });
-    const int sampled = min(slice.body, (int)group.cluster * THREADS_PER_ROW * WIDTH);
+    const int sampled = min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * SAMPLE_WIDTH;
     return at_most_one_in(160, a, pipeline, group, far, (float)sampled);
 }
 

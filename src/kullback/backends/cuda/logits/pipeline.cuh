@@ -252,7 +252,10 @@ INLINE void each_vector(const Slice &slice, Pipeline &pipeline, const RowGroup &
 #endif
 }
 
-/* Calls f(x, y, k) for the elements of this thread's first vector, which has arrived: for a sample of the row. */
+/* Elements of a thread's that a sample of the row has */
+enum { SAMPLE_WIDTH = WIDTH / 2 };
+
+/* Calls f(x, y, k) for the first of this thread's first vector, which has arrived. */
 template <typename F>
 INLINE void each_first(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, F f)
 {
@@ -267,7 +270,7 @@ INLINE void each_first(const Slice &slice, const Pipeline &pipeline, const RowGr
     const Packed<Y> y = load(slice.y() + i);
 #endif
 #pragma unroll
-    for (int k = 0; k < WIDTH; k++)
+    for (int k = 0; k < SAMPLE_WIDTH; k++)
         f(at(x, k), at(y, k), k);
 }
 

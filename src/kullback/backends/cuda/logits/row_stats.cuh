@@ -139,7 +139,7 @@ INLINE bool are(bool (*is_such)(float), float x, float y)
 /* Neighbours of which `spread` is, in this rank's slice */
 INLINE int sampled_pairs(const Slice &slice, const RowGroup &group)
 {
-    return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (WIDTH / 2);
+    return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (SAMPLE_WIDTH / 2);
 }
 
 /* Of the difference of two neighbours' log-ratios: its size, as far as that says something; where moments are summed, whether it is

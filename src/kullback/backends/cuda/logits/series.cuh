@@ -28,7 +28,7 @@ struct Series : LogRatio {
         each_first(slice, pipeline, group, [&](float x, float y, int) {
             others += is_near(of(input_of(slice.a, x), target_of(slice.a, y))) ? 0 : 1;
         });
-        return warp_all(warp_sum(others) <= WIDTH / 2); /* of 32 · WIDTH */
+        return warp_all(warp_sum(others) <= SAMPLE_WIDTH / 2); /* of 32 · SAMPLE_WIDTH */
     }
 };
 
