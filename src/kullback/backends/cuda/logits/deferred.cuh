@@ -86,16 +86,13 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
         if (!left && marks) {
             const Place mine = place(__ffs((int)marks));
             marks &= marks - 1;
-#if RESIDENT
             x = FROM_CHIP ? (const X *)shared() + mine.on_chip : slice.x() + mine.in_row;
             y = FROM_CHIP ? (const Y *)(shared() + Y_OFFSET) + mine.on_chip : slice.y() + mine.in_row;
-#else
-            x = slice.x() + mine.in_row;
-            y = slice.y() + mine.in_row;
-#endif
+            const Packed<X> own = *(const Packed<X> *)x;
+            const Packed<Y> other = *(const Packed<Y> *)y;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
-                left |= is_such(to_real(x[k]), to_real(y[k])) ? 1u << k : 0;
+                left |= is_such(at(own, k), at(other, k)) ? 1u << k : 0;
         }
         if (left) {
             const int k = __ffs((int)left) - 1;

@@ -131,6 +131,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     /* What masses are off by, all of a side alike, enters a kind's sum by its partial derivative. */
     const float p_excess = REFINES ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) - 1 : 0;
     const float q_excess = REFINES ? mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) - 1 : 0;
+    const auto is_heavy = [&](float x, float y) { return !(input_of(a, x) < heavy_x && target_of(a, y) < heavy_y); };
     const auto add = [&](float x, float y) {
         Parts parts = REFINES ? near_parts(x, y, row, a.parameters)
                     : FINITE  ? fast_parts(x, y, row, a.parameters)
@@ -156,24 +157,27 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 const float slope_p = HAS_COUPLING ? fmaf(coupling, slope_q, parts.slope_p) : parts.slope_p;
                 const float of_q = parts.q * fmaf(factors.factor_q, slope_q, factors.offset_q);
                 const float of_p = parts.p * fmaf(factors.factor_p, slope_p, factors.offset_p);
-                part += IS_SMOOTH ? of_p + of_q : of_p * (1 - p_excess) + of_q * (1 - q_excess);
-                is_light &= q < heavy_x && p < heavy_y;
+                const float more = IS_SMOOTH ? of_p + of_q : of_p * (1 - p_excess) + of_q * (1 - q_excess);
+                const bool heavy = is_heavy(at(x, k), at(y, k));
+                part += heavy ? 0 : more;
+                is_light &= !heavy;
             }
         }
-        if (REFINES && is_light)
-            terms.light += part;
+        terms.light += part;
 #if CACHES_SLOPES
         cache_slopes(address, masses, slopes);
 #endif
         return is_light;
     };
     if (REFINES) {
-        each_deferring<false, !CACHES_SLOPES>(slice, pipeline, group, take, [&](float x, float y, int i, int, const Row &heavy_row) {
-            const float q = input_of(a, x), p = target_of(a, y);
-            const Element e = stable_element(q, p, heavy_row, a.parameters);
+        const auto refine = [&](float x, float y, const Row &heavy_row) {
+            const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
             terms.heavy += IS_SMOOTH ? e.term : e.term - p_excess * e.d_log_p - q_excess * e.d_log_q;
-            if (i < slice.head || i >= slice.head + slice.body)
-                add(q, p);
+        };
+        each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [&](int i, const Row &heavy_row) {
+            const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
+            refine(x, y, heavy_row);
+            add(input_of(a, x), target_of(a, y));
         }, [&] { return heavy_row(a, stats, row); });
         all_reduce(a, pipeline, group, by_slope, terms);
     } else {
