@@ -23,7 +23,7 @@ from kullback.backends.build import BuildError
 from kullback.backends.cuda import describe, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
-from kullback.backends.near import NearShape
+from kullback.backends.near import NARROW, WIDE, NearShape
 from kullback.backends.printer import (
     print_functor,
     print_layout,
@@ -172,7 +172,10 @@ class Case(NamedTuple):
         shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers).shape
         assert shape.resident == mode.fits
         dtypes = x, y, *(mode.gradients or (x, y))
-        polynomials = logits.near_of(problem, problem.parameter, mode.verb, dtypes, mode.wants)
+        polynomials = (
+            logits.near_of(problem, problem.parameter, mode.verb, dtypes, mode.wants, reach) for reach in (WIDE, NARROW)
+        )
+        near, narrow = (NearShape() if found is None else found.shape for found in polynomials)
         variant = logits.Variant(
             *self[1:4],
             *(*dtypes, torch.float64, torch.float32),
@@ -183,7 +186,8 @@ class Case(NamedTuple):
             capped=(mode.capped, mode.capped),
             mixed=mode.mixed,
             has_peers=mode.peers,
-            near=NearShape() if polynomials is None else polynomials.shape,
+            near=near,
+            narrow=narrow,
         )
         return logits.source(variant, shape)
 

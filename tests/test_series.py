@@ -9,10 +9,10 @@ from kullback.backends.cuda.logits.series import RADIUS, TERMS, TOLERANCE, serie
 from kullback.backends.near import (
     LEAST_SHARE,
     MOST_SLOPE_TOLERANCE,
-    NEAR_RADIUS,
+    NARROW,
     NEAR_TOLERANCE,
-    SLOPE_COUNTS,
     SLOPE_TOLERANCE,
+    WIDE,
     near,
 )
 from kullback.divergences import DIVERGENCES
@@ -93,15 +93,17 @@ WITH_NEAR = [
 ]
 
 
+@pytest.mark.parametrize("reach", [WIDE, NARROW])
 @pytest.mark.parametrize(("kind", "parameter", "shape"), WITH_NEAR)
-def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, shape):
-    found = near(kind, parameter)
-    assert found.shape == shape
+def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, shape, reach):
+    found = near(kind, parameter, reach)
+    terms, term_step, slope_terms, slope_step = shape
+    assert found.shape == (shape if reach == WIDE else (6, term_step, min(slope_terms, 6), slope_step))
     given = [] if DIVERGENCES[kind].parameter is None else [parameter]
     corner = kind == "total_variation"
     term = lambda p, q: abs(p - q) / 2 if corner else FACTS[kind].centred(p, q, *given)
     for share in torch.linspace(-1, 1, 24, dtype=torch.float64).tolist():
-        r = mpmath.mpf(NEAR_RADIUS * share)
+        r = mpmath.mpf(reach.radius * share)
         p, q = mpmath.exp(r / 2), mpmath.exp(-r / 2)
         slope = mpmath.diff(lambda q, p=p: term(p, q), q)
         ours = sum(c * (abs(r) if corner else r) ** k for k, c in enumerate(found.term, 1 if corner else 2))
@@ -109,7 +111,7 @@ def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, shape):
             found.slope[0] * mpmath.sign(r) / 2 if corner else sum(c * r**k for k, c in enumerate(found.slope, 1))
         )
         allowed = LEAST_SHARE + share**2
-        of_slope = SLOPE_TOLERANCE if len(found.slope) < SLOPE_COUNTS[-1] else MOST_SLOPE_TOLERANCE
+        of_slope = SLOPE_TOLERANCE if len(found.slope) < reach.slope_counts[-1] else MOST_SLOPE_TOLERANCE
         assert abs(ours - term(p, q)) <= 1.01 * NEAR_TOLERANCE * allowed * term(p, q)
         assert abs(ours_of_slope - slope) <= 1.01 * of_slope * allowed * abs(slope)
 

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from kullback.problem import element_at, has_corner
 
-NEAR_RADIUS = 2.5
-# How many terms polynomials may have: few choices, since kernels are compiled for each
-COUNTS, SLOPE_COUNTS = (8, 10), (6, 8)
-MOST_TERMS = COUNTS[-1]
+
+
+class Reach(NamedTuple):
+    """How far out polynomials serve, and how many terms they may have: few choices, since kernels are compiled for each."""
+
+    radius: float  # of |r|
+    counts: tuple[int, ...]
+    slope_counts: tuple[int, ...]
+
+
+WIDE, NARROW = Reach(2.5, (8, 10), (6, 8)), Reach(1.0, (6,), (6,))
+MOST_TERMS = WIDE.counts[-1]
 # Relative errors at the end of their radius. A slope is rounded to 16 bits, or its sum to such a gradient: fewer terms
 # are to reach the first, all of them the second.
 NEAR_TOLERANCE, SLOPE_TOLERANCE, MOST_SLOPE_TOLERANCE = 1.1e-5, 1e-3, 6e-3
@@ -50,19 +58,20 @@ class Near(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def near(kind: str, parameter: float) -> Near | None:
+def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
     """None where so many terms do not reach, or of a kind with a corner whose slope is more than a sign."""
 
     def slope(ratio: Tensor) -> Tensor:
         found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
         return found
 
-    of_term = shortest_fit(*term_over_root(kind, parameter), NEAR_TOLERANCE, COUNTS)
+    radius, counts, slope_counts = reach
+    of_term = shortest_fit(*term_over_root(kind, parameter), NEAR_TOLERANCE, counts, radius)
     if not has_corner(kind):
-        of_slope = shortest_fit(slope, 1, SLOPE_TOLERANCE, SLOPE_COUNTS)
-        of_slope = of_slope or near_fit(slope, 1, SLOPE_COUNTS[-1], MOST_SLOPE_TOLERANCE)
+        of_slope = shortest_fit(slope, 1, SLOPE_TOLERANCE, slope_counts, radius)
+        of_slope = of_slope or near_fit(slope, 1, slope_counts[-1], MOST_SLOPE_TOLERANCE, radius)
         return None if of_term is None or of_slope is None else Near(of_term, of_slope)
-    ratio = torch.linspace(0.01, NEAR_RADIUS, 50, dtype=torch.float64, device="cpu")
+    ratio = torch.linspace(0.01, radius, 50, dtype=torch.float64, device="cpu")
     size = slope(ratio[-1:])
     is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
     return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
@@ -79,13 +88,13 @@ def term_over_root(kind: str, parameter: float) -> tuple[Callable[[Tensor], Tens
 
 
 def near_fit(
-    values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float
+    values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float, radius: float = WIDE.radius
 ) -> tuple[float, ...] | None:
     """Factors of r^first and of what follows, by least squares of relative errors; None where they do not reach."""
     half = torch.linspace(1 / 400, 1, 400, dtype=torch.float64, device="cpu")
     at = torch.cat([half, -half])
     exponents = torch.arange(first, first + count, device="cpu")
-    wanted, allowed = values_of(NEAR_RADIUS * at), tolerance * (LEAST_SHARE + at.square())
+    wanted, allowed = values_of(radius * at), tolerance * (LEAST_SHARE + at.square())
     if not bool((wanted.isfinite() & (wanted != 0)).all()):
         return None
     powers = at.unsqueeze(-1) ** exponents
@@ -94,12 +103,16 @@ def near_fit(
     factors = torch.where(factors.abs() < 1e-9 * factors.abs().max(), 0.0, factors)  # an even or odd function stays one
     if not bool((((powers @ factors) - wanted).abs() <= allowed * wanted.abs()).all()):
         return None
-    return tuple((factors / NEAR_RADIUS**exponents).tolist())
+    return tuple((factors / radius**exponents).tolist())
 
 
 def shortest_fit(
-    values_of: Callable[[Tensor], Tensor], first: int, tolerance: float, counts: Iterable[int]
+    values_of: Callable[[Tensor], Tensor],
+    first: int,
+    tolerance: float,
+    counts: Iterable[int],
+    radius: float = WIDE.radius,
 ) -> tuple[float, ...] | None:
     """Of so many factors as first reach; None if none do."""
-    found = (near_fit(values_of, first, count, tolerance) for count in counts)
+    found = (near_fit(values_of, first, count, tolerance, radius) for count in counts)
     return next((factors for factors in found if factors is not None), None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
-from kullback.backends.near import MOST_TERMS, NEAR_RADIUS, NEAR_TOLERANCE, shortest_fit, term_over_root
+from kullback.backends.near import MOST_TERMS, NEAR_TOLERANCE, WIDE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
@@ -140,7 +140,7 @@ def print_near_terms() -> str:
         lines.append(f"    terms.{name} = {' * '.join([root, *[variable] * first, f'({polynomial})'])};\n")
     printed = [f"    const real part{i} = {_horner(factors)};\n" for i, factors in enumerate(parts)]
     return f"""\
-#define NEAR_RADIUS (real){NEAR_RADIUS!r}
+#define NEAR_RADIUS (real){WIDE.radius!r}
 #define SIGNED(x) real_copysign(x, r)
 INLINE Terms near_terms(real r, real root)
 {{

@@ -18,7 +18,7 @@ from kullback.backends.cuda.launch import Launcher, workspace
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
-from kullback.backends.near import MOST_TERMS, NEAR_RADIUS, Near, NearShape, near
+from kullback.backends.near import MOST_TERMS, NARROW, WIDE, Near, NearShape, Reach, near
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
@@ -59,6 +59,7 @@ class Variant(NamedTuple):
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
     near: NearShape = NearShape()  # the polynomials of rows that are near
+    narrow: NearShape = NearShape()  # and of those of which few tokens are far out
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -89,7 +90,10 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "NEAR_TERM_STEP": variant.near.term_step,
         "NEAR_SLOPE_TERMS": variant.near.slope_terms,
         "NEAR_SLOPE_STEP": variant.near.slope_step,
-        "NEAR_RADIUS": f"{NEAR_RADIUS}f",
+        "NEAR_RADIUS": f"{WIDE.radius}f",
+        "NARROW_TERMS": variant.narrow.terms,
+        "NARROW_SLOPE_TERMS": variant.narrow.slope_terms,
+        "NARROW_RADIUS": f"{NARROW.radius}f",
         "SLOPE_FACTOR": f"{SLOPE_FACTOR}f",
         "HAS_REVERSE_KL_FACTOR": factor is not None,
         "REVERSE_KL_FACTOR": f"{factor or 0.0}f",
@@ -215,7 +219,7 @@ def _prepared(
     is_mixed = problem.is_mixed and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
-    polynomials = near_of(problem, parameter, verb, dtypes, wants)
+    wide, narrow = (near_of(problem, parameter, verb, dtypes, wants, reach) for reach in (WIDE, NARROW))
     variant = Variant(
         kind,
         form,
@@ -231,7 +235,8 @@ def _prepared(
         is_mixed,
         has_figures,
         has_peers,
-        NearShape() if polynomials is None else polynomials.shape,
+        NearShape() if wide is None else wide.shape,
+        NearShape() if narrow is None else narrow.shape,
     )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
@@ -243,7 +248,8 @@ def _prepared(
         z_weight=problem.weights.z,
         parameters=problem.parameter,
         **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
-        **_packed("near", MOST_TERMS, polynomials and polynomials._replace(slope=_as_cached(kind, polynomials.slope))),
+        **_packed("near", MOST_TERMS, _as_cached(kind, wide)),
+        **_packed("narrow", MOST_TERMS, _as_cached(kind, narrow)),
         stages=placed.stages,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,
@@ -254,19 +260,25 @@ def _prepared(
     return _launcher(index, placed, variant), setup
 
 
-def near_of(problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool]) -> Near | None:
+def near_of(
+    problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool], reach: Reach
+) -> Near | None:
     """Of losses whose sums follow from slopes, or of a tilted distribution; logits or gradients have 16 bits."""
     written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
     is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
     moments = moments_of(problem.kind)
     is_tilted = formula(problem.kind, "logits", "logits").has_tilted_lse
     serves = slopes_of(problem.kind) is not None if moments is None else is_tilted
-    return near(problem.kind, parameter) if is_coarse and serves and problem.is_normalised and verb == "loss" else None
+    if not (is_coarse and serves and problem.is_normalised and verb == "loss") or (reach == NARROW and is_tilted):
+        return None
+    return near(problem.kind, parameter, reach)
 
 
-def _as_cached(kind: str, slope: tuple[float, ...]) -> tuple[float, ...]:
-    """Those of a kind with a corner are signs."""
-    return slope if has_corner(kind) else tuple(SLOPE_FACTOR * factor for factor in slope)
+def _as_cached(kind: str, polynomials: Near | None) -> Near | None:
+    """With the slope as it is cached; one of a kind with a corner is a sign."""
+    if polynomials is None or has_corner(kind):
+        return polynomials
+    return polynomials._replace(slope=tuple(SLOPE_FACTOR * factor for factor in polynomials.slope))
 
 
 def _packed(name: str, count: int, factors: tuple[tuple[float, ...], tuple[float, ...]] | None) -> dict[str, int]:

@@ -25,6 +25,9 @@
 #define NEAR_SLOPE_TERMS 8
 #define NEAR_SLOPE_STEP 2
 #define NEAR_RADIUS 2.5f
+#define NARROW_TERMS 6    /* the same, but for steps, of rows of which few tokens are beyond a smaller radius; 0: there are none */
+#define NARROW_SLOPE_TERMS 6
+#define NARROW_RADIUS 1.0f
 #define SLOPE_FACTOR 64.0f /* of slopes that are cached */
 #define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
 #define REVERSE_KL_FACTOR 0.0f

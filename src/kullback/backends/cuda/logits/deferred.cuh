@@ -77,6 +77,7 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
 {
     if (!ballot(marks != 0))
         return;
+    constexpr bool is_on_chip = RESIDENT && FROM_CHIP;
     const Row found = row();
     const X *x = 0;
     const Y *y = 0;
@@ -86,8 +87,8 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
         if (!left && marks) {
             const Place mine = place(__ffs((int)marks));
             marks &= marks - 1;
-            x = FROM_CHIP ? (const X *)shared() + mine.on_chip : slice.x() + mine.in_row;
-            y = FROM_CHIP ? (const Y *)(shared() + Y_OFFSET) + mine.on_chip : slice.y() + mine.in_row;
+            x = is_on_chip ? (const X *)shared() + mine.on_chip : slice.x() + mine.in_row;
+            y = is_on_chip ? (const Y *)(shared() + Y_OFFSET) + mine.on_chip : slice.y() + mine.in_row;
             const Packed<X> own = *(const Packed<X> *)x;
             const Packed<Y> other = *(const Packed<Y> *)y;
 #pragma unroll

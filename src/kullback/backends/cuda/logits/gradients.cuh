@@ -136,13 +136,13 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     /* Whether that served an element */
     const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
         const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
-        const float sum = log_ratio.root(own, other) * term_over_root(a, r);
+        const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
         const bool is_near = fabsf(r) < NEAR_RADIUS;
         if (is_near)
             term.light += sum;
         if (WRITES) {
             const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-            const float slope = cached_slope_of(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
+            const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
             if (WANT_INPUT)
                 input = rounded<DX>(q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope
                                     * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));

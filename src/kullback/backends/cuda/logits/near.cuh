@@ -10,27 +10,29 @@ namespace kullback {
 
 #if HAS_NEAR
 /* An element's term over √(p·q); with a corner negative where q is more than p */
-INLINE float term_over_root(const Arguments &a, float r)
+template <bool NARROW> INLINE float term_over_root(const Arguments &a, float r)
 {
+    enum { TERMS = NARROW ? NARROW_TERMS : NEAR_TERMS };
     const float step = NEAR_TERM_STEP == 2 ? r * r : r;
-    float sum = near_factor(a, NEAR_TERMS - NEAR_TERM_STEP);
+    float sum = near_factor<NARROW>(a, TERMS - NEAR_TERM_STEP);
 #pragma unroll
-    for (int k = NEAR_TERMS - 2 * NEAR_TERM_STEP; k >= 0; k -= NEAR_TERM_STEP)
-        sum = fmaf(sum, step, near_factor(a, k));
+    for (int k = TERMS - 2 * NEAR_TERM_STEP; k >= 0; k -= NEAR_TERM_STEP)
+        sum = fmaf(sum, step, near_factor<NARROW>(a, k));
     return sum * (HAS_CORNER ? r : r * r);
 }
 
 /* d_log_q / q, less what is predicted, both times SLOPE_FACTOR: slopes of close rows would be short for halves. With a corner as
    a step; `slope_scale` makes it what it was. */
-INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
+template <bool NARROW> INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
 {
     if (HAS_CORNER)
         return fast_step(r);
-    float sum = near_slope_factor(a, NEAR_SLOPE_TERMS - 1);
+    enum { TERMS = NARROW ? NARROW_SLOPE_TERMS : NEAR_SLOPE_TERMS };
+    float sum = near_slope_factor<NARROW>(a, TERMS - 1);
 #pragma unroll
-    for (int k = NEAR_SLOPE_TERMS - 1 - NEAR_SLOPE_STEP; k >= 1; k -= NEAR_SLOPE_STEP) /* of a step of 2 even powers, and the first */
-        sum = fmaf(sum, NEAR_SLOPE_STEP == 2 ? r * r : r, near_slope_factor(a, k));
-    return fmaf(fmaf(sum, r, near_slope_factor(a, 0)), r, -predicted);
+    for (int k = TERMS - 1 - NEAR_SLOPE_STEP; k >= 1; k -= NEAR_SLOPE_STEP) /* of a step of 2 even powers, and the first */
+        sum = fmaf(sum, NEAR_SLOPE_STEP == 2 ? r * r : r, near_slope_factor<NARROW>(a, k));
+    return fmaf(fmaf(sum, r, near_slope_factor<NARROW>(a, 0)), r, -predicted);
 }
 #endif
 
@@ -40,24 +42,37 @@ INLINE float cached_slope_of(const Arguments &a, float r, float predicted)
 
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 {
-    const float factor = HAS_CORNER ? near_slope_factor(a, 0) : 1 / SLOPE_FACTOR;
+    const float factor = HAS_CORNER ? near_slope_factor<false>(a, 0) : 1 / SLOPE_FACTOR;
     return { factor, HAS_CORNER ? -0.5f * factor : predicted };
 }
 
-/* Whether so few tokens are far that they may be taken one by one, by the first of each thread's */
-INLINE bool few_are_far(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+/* Of a row how far out few tokens are, so that these may be taken one by one */
+enum Reach { NARROW_REACH, WIDE_REACH, NO_REACH };
+
+/* By the first tokens of each thread's */
+INLINE Reach reach_of(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float log_z_diff = LN2 * (log2_z(stats.y_max, stats.y_sum_exp, inv_temperature)
                                     - log2_z(stats.x_max, stats.x_sum_exp, inv_temperature));
-    float far = 0;
+    float counts[2 + HAS_PEERS] = {}; /* beyond either radius; of how many */
     each_first(slice, pipeline, group, [&](float x, float y, int) {
-        const float log_ratio = fmaf(target_of(a, y) - input_of(a, x), inv_temperature, -log_z_diff); /* a rounding is nothing */
-        far += fabsf(log_ratio) < NEAR_RADIUS ? 0 : 1;
+        const float r = fmaf(target_of(a, y) - input_of(a, x), inv_temperature, -log_z_diff); /* a rounding is nothing here */
+        counts[0] += fabsf(r) < NARROW_RADIUS ? 0 : 1;
+        counts[1] += fabsf(r) < NEAR_RADIUS ? 0 : 1;
     });
-    const int sampled = min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * SAMPLE_WIDTH;
-    return at_most_one_in(160, a, pipeline, group, far, (float)sampled);
+    float sampled = (float)(min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * SAMPLE_WIDTH);
+#if HAS_PEERS
+    counts[2] = is_first_thread(group) ? sampled : 0;
+#endif
+    row_all_reduce<float>(a, pipeline, group, counts, Add());
+#if HAS_PEERS
+    sampled = counts[2]; /* all ranks decide alike */
+#endif
+    if (NARROW_TERMS && warp_all(counts[0] <= sampled / 1024)) /* shorter polynomials save less than more tokens cost */
+        return NARROW_REACH;
+    return warp_all(counts[1] <= sampled / 160) ? WIDE_REACH : NO_REACH;
 }
 
 /* A thread's part of a row that is near */
@@ -69,9 +84,11 @@ struct NearSums {
 };
 
 /* The row's sums; slopes are cached, if they are to be, less what is predicted. */
+template <bool NARROW>
 INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, float predicted)
 {
     const Arguments &a = slice.a;
+    const float radius = NARROW ? NARROW_RADIUS : NEAR_RADIUS;
     const LogRatio log_ratio(a, opaque(stats));
     const Row row = row_constants<FAST>(a, stats, {});
     const SlopeScale scale = slope_scale(a, predicted);
@@ -82,14 +99,14 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const auto add = [&](NearSums &sums, float x, float y, float r, float &mass, float &cached) {
         const float root = log_ratio.root(x, y);
         mass = mass_of(x);
-        cached = cached_slope_of(a, r, SLOPE_FACTOR * predicted);
+        cached = cached_slope_of<NARROW>(a, r, SLOPE_FACTOR * predicted);
         sums.slope = fmaf(mass, cached, sums.slope);
         if (HAS_CORNER) {
-            const float term = root * term_over_root(a, r);
+            const float term = root * term_over_root<NARROW>(a, r);
             sums.near += fabsf(term);
             sums.signed_near += term;
         } else {
-            sums.near = fmaf(root, term_over_root(a, r), sums.near);
+            sums.near = fmaf(root, term_over_root<NARROW>(a, r), sums.near);
         }
     };
     const auto add_far = [&](NearSums &sums, float x, float y, const Row &row, float &mass, float &cached) {
@@ -111,7 +128,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
             add(more, own, other, r, masses[k], cached[k]);
             masses[k] *= INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1;
         }
-        const bool are_near = longest < NEAR_RADIUS;
+        const bool are_near = longest < radius;
         if (are_near)
             sums = more;
 #if CACHES_SLOPES
@@ -122,7 +139,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     }, [&](float x, float y, int i, int on_chip, const Row &stable_row) {
         const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
         float mass, cached;
-        if (fabsf(r) < NEAR_RADIUS)
+        if (fabsf(r) < radius)
             add(sums, own, other, r, mass, cached);
         else
             add_far(sums, own, other, stable_row, mass, cached);
