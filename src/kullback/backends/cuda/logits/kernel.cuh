@@ -39,7 +39,13 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const unsigned r = first + lane / Sample::PARTS * row_step();
         if (r < a.rows && weight_of(a, r) != 0)
             next.take(a, r);
+#if IS_MIXED
+        next.ask(a, r + Sample::ROWS * row_step());
+#endif
     };
+#if IS_MIXED
+    next.ask(a, first_row(group.index) + lane / Sample::PARTS * row_step());
+#endif
     take_next(first_row(group.index));
 #if HAS_PEERS
     /* Other ranks get estimates as many rows before, too. */
@@ -102,14 +108,15 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     });
 }
 
-/* What the groups do: each its rows, in turn */
+/* What the groups do: each its rows, in turn. Long as it is, what is done with a row has to be inlined: a function of its own would
+   read the arguments from memory. */
 INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
     const int index = group.index;
     /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
     const int step = a.row_weight ? 1 : GROUPS, behind = a.row_weight ? 0 : index;
     pipeline.advance_rows(behind);
-    each_row(a, first_row(index) + behind * row_step(), step, [&](unsigned r, bool is_read) {
+    each_row(a, first_row(index) + behind * row_step(), step, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
         if (!is_read) {
             if (r / row_step() % GROUPS == index)
                 clear_row(a, group, r);
@@ -123,7 +130,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #else
 INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
-    each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) {
+    each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
         if (!is_read)
             clear_row(a, group, r);
         else

@@ -39,7 +39,7 @@ INLINE Label label_of(const Pipeline &pipeline) { return *pipeline.label(); }
 INLINE void read_label(const Slice &slice, const RowGroup &group)
 {
     if (group.thread == 0)
-        own_label().label = loaded_label(slice.a, slice.row);
+        own_label().label = loaded_label(slice.a, slice.row, token_of(slice.a, slice.row));
     group_sync(group);
 }
 INLINE Label label_of(const Pipeline &) { return own_label().label; }
@@ -87,8 +87,9 @@ INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &s
 {
     if (label.token == NO_LABEL)
         return d_log_q;
-    const float factor = a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * input_lse_of(a, stats) : 0);
-    return factor != 0 ? d_log_q - factor / (a.divergence_weight * d_loss) : d_log_q;
+    const float lse = stats.in_range ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
+    const float factor = a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * lse : 0);
+    return factor != 0 ? d_log_q - in_range_ratio_or_zero(factor, a.divergence_weight * d_loss) : d_log_q;
 }
 
 /* Before gradients are written: the row's sums as they are to be, and whether this thread has the label */

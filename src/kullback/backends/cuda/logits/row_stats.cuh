@@ -218,12 +218,15 @@ struct Sample {
     Y y;
 #if IS_MIXED
     Label label;
+    long long token; /* of the row that is taken next, asked for long before: else its logits could not be asked for, but waited for */
+
+    INLINE void ask(const Arguments &a, unsigned row) { token = row < a.rows ? token_of(a, row) : -1; }
 #endif
 
     INLINE void take(const Arguments &a, unsigned row)
     {
 #if IS_MIXED
-        label = loaded_label(a, row);
+        label = loaded_label(a, row, token);
 #endif
         const unsigned index = sample_index(a, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[index];
