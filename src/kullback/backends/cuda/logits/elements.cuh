@@ -58,7 +58,7 @@ INLINE TwoFloats log_z_diff_of(const Arguments &a, const RowStats &stats)
         - two_product(stats.x_max, opaque(a.input_inv_temperature));
     if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
         return of_max + TwoFloats { safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max,
-                                                          a.input_inv_temperature, of_max.high, of_max.low) };
+                                                          a.input_inv_temperature, of_max.high, of_max.low), 0 };
     return of_max + two_sum(log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), fmaf(error, LN2, opaque(stats.correction)));
 }
 

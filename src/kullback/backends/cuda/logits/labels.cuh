@@ -22,7 +22,9 @@ struct GradOut {
 #if IS_MIXED
 /* What a group keeps of its row's label */
 struct OwnLabel {
-#if !RESIDENT
+#if RESIDENT
+    int token; /* kept: to be asked for again, from memory, it would take as long as a tenth of a row */
+#else
     Label label;
 #endif
     DX input;
@@ -108,6 +110,9 @@ INLINE void differentiate_label(const Arguments &a, const Pipeline &pipeline, co
         return;
     const Label label = label_of(pipeline);
     const float q = input_of(a, label.x), found = own(q, target_of(a, label.y)) - grad_out.label;
+#if RESIDENT
+    own_label().token = label.token;
+#endif
     own_label().input = rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(q, a.input_softcap) : found);
 }
 
@@ -120,8 +125,13 @@ INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vecto
         __syncwarp();
     else
         group_sync(group);
-    if (group.has_label) /* its place on chip may be another row's by now */
-        slice.d_input()[slice.a.labels[slice.row]] = own_label().input;
+#if RESIDENT /* the label's place on chip may be another row's by now */
+    const int token = own_label().token;
+#else
+    const int token = own_label().label.token;
+#endif
+    if (group.has_label)
+        slice.d_input()[token] = own_label().input;
 }
 #else
 template <typename F> INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, F, GradOut)

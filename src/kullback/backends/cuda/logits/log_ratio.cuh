@@ -15,7 +15,7 @@ struct LogRatio {
     {
         const float scale = base_2(a.input_inv_temperature);
         const TwoFloats x_low = two_product(stats.x_max, scale), y_low = two_product(stats.y_max, scale);
-        const TwoFloats lows = IS_16_BIT ? two_sum(x_low.high, y_low.high) : TwoFloats { -x_low.low - y_low.low };
+        const TwoFloats lows = IS_16_BIT ? two_sum(x_low.high, y_low.high) : TwoFloats { -x_low.low - y_low.low, 0 };
         const TwoFloats exponent = lows + two_sum(log2f(stats.x_sum_exp), log2f(stats.y_sum_exp));
         half = 0.5f * scale;
         less = 0.5f * exponent.high;

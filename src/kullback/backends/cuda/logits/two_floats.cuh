@@ -8,7 +8,7 @@ namespace kullback {
 
 /* high is the sum, rounded. */
 struct TwoFloats {
-    float high, low;
+    float high, low; /* both given: NVRTC leaves a second that is not undefined */
 
     INLINE double whole() const { return (double)high + (double)low; }
 };
