@@ -269,9 +269,12 @@ def near_of(
     moments = moments_of(problem.kind)
     is_tilted = formula(problem.kind, "logits", "logits").has_tilted_lse
     serves = slopes_of(problem.kind) is not None if moments is None else is_tilted
-    if not (is_coarse and serves and problem.is_normalised and verb == "loss") or (reach == NARROW and is_tilted):
+    if not (is_coarse and serves and problem.is_normalised and verb == "loss"):
         return None
-    return near(problem.kind, parameter, reach)
+    wide = near(problem.kind, parameter)
+    if reach == WIDE or wide is None:
+        return wide
+    return None if is_tilted else near(problem.kind, parameter, reach)
 
 
 def _as_cached(kind: str, polynomials: Near | None) -> Near | None:

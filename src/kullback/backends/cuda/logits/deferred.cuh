@@ -70,10 +70,10 @@ INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place,
     }
 }
 
-/* Calls f(x, y, row()) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`. Each lane
-   takes its own, since few lanes have more than one. */
-template <bool FROM_CHIP, typename C, typename F, typename R>
-INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, R row)
+/* Calls f(x, y, row()) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`, and then
+   after(index of the vector's first element in the row). Each lane takes its own, since few lanes have more than one. */
+template <bool FROM_CHIP, typename C, typename F, typename A, typename R>
+INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, A after, R row)
 {
     if (!ballot(marks != 0))
         return;
@@ -81,12 +81,14 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
     const Row found = row();
     const X *x = 0;
     const Y *y = 0;
+    int first = 0;
     unsigned left = 0; /* of the vector's elements */
 #pragma unroll 1
     while (ballot(marks != 0 || left != 0)) {
         if (!left && marks) {
             const Place mine = place(__ffs((int)marks));
             marks &= marks - 1;
+            first = mine.in_row;
             x = is_on_chip ? (const X *)shared() + mine.on_chip : slice.x() + mine.in_row;
             y = is_on_chip ? (const Y *)(shared() + Y_OFFSET) + mine.on_chip : slice.y() + mine.in_row;
             const Packed<X> own = *(const Packed<X> *)x;
@@ -99,6 +101,8 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
             const int k = __ffs((int)left) - 1;
             left &= left - 1;
             f(to_real(x[k]), to_real(y[k]), found);
+            if (!left)
+                after(first);
         }
     }
 }
@@ -147,13 +151,14 @@ INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGrou
     }
 }
 
-/* The same, and calls refine(x, y, row()) for the elements of those vectors with is_such(x, y), and edge(index, row()) for those
-   of no vector. */
-template <bool LAST, bool FROM_CHIP, typename F, typename C, typename G, typename E, typename R>
-INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, C is_such, G refine, E edge, R row)
+/* The same, and calls refine(x, y, row()) for the elements of those vectors with is_such(x, y), of which there is one, and
+   then after(index of the first); and edge(index, row()) for those of no vector. */
+template <bool LAST, bool FROM_CHIP, typename F, typename C, typename G, typename A, typename E, typename R>
+INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, C is_such, G refine, A after, E edge,
+                          R row)
 {
     each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places &place) {
-        each_own_marked<FROM_CHIP>(slice, marks, place, is_such, refine, row);
+        each_own_marked<FROM_CHIP>(slice, marks, place, is_such, refine, after, row);
     });
     if (slice.body < (int)slice.a.vocab) {
         const Row found = row();

@@ -54,12 +54,15 @@ INLINE TwoFloats log_z_diff_of(const Arguments &a, const RowStats &stats)
     const float error = stats.in_range
         ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
         : 0;
-    const TwoFloats of_max = two_product(stats.y_max, opaque(a.target_inv_temperature))
-        - two_product(stats.x_max, opaque(a.input_inv_temperature));
+    const float down = 0x1p-32f, up = 0x1p32f; /* a product may be more than floats hold, and the difference not */
+    const TwoFloats of_max = up * (two_product(down * stats.y_max, opaque(a.target_inv_temperature))
+                                   - two_product(down * stats.x_max, opaque(a.input_inv_temperature)));
     if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
         return of_max + TwoFloats { safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max,
                                                           a.input_inv_temperature, of_max.high, of_max.low), 0 };
-    return of_max + two_sum(log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), fmaf(error, LN2, opaque(stats.correction)));
+    const TwoFloats found
+        = of_max + two_sum(log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), fmaf(error, LN2, opaque(stats.correction)));
+    return { found.high, fabsf(found.high) < REAL_INFINITY ? found.low : 0 };
 }
 
 /* Found in each mode where it is used, so that nothing is that is not. A mass of `safe_` is
@@ -136,8 +139,8 @@ template <int MODE> INLINE Element element(const Arguments &a, float x, float y,
 #if HAS_FAST
 /* Tokens of much mass decide a row's error: a rounding of a mass is nothing beside another's term. Of the others the fast
    formula is as good. More than 2^HEAVY_EXPONENT is much, and more of rows that are nearer. */
-#define HEAVY_EXPONENT -11.0f
-#define HEAVY_EXPONENT_NEARER -13.0f
+#define HEAVY_EXPONENT -12.0f
+#define HEAVY_EXPONENT_NEARER -14.0f
 
 /* The least of such logits; log2_z: of the fast mode's row */
 INLINE float heavy_logit(float log2_z, float inv_temperature, float exponent) { return (log2_z + exponent) / base_2(inv_temperature); }

@@ -174,7 +174,8 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
             const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
             terms.heavy += IS_SMOOTH ? e.term : e.term - p_excess * e.d_log_p - q_excess * e.d_log_q;
         };
-        each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [&](int i, const Row &heavy_row) {
+        each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [](int) {},
+                                             [&](int i, const Row &heavy_row) {
             const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
             refine(x, y, heavy_row);
             add(input_of(a, x), target_of(a, y));

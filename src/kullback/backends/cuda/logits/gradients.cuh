@@ -185,7 +185,7 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     return { log_ratio.rest * term.light, term.heavy };
 }
 #elif SUMS_FROM_MOMENTS
-/* The same, by the fast formula; few tokens of much mass take the stable one. */
+/* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
 template <bool WRITES, bool LAST>
 INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
                        GradOut grad_out)
@@ -216,11 +216,22 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 is_light = false;
         }
         term.light += part;
-        if (WRITES)
+        if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
             vectors.write(input, target, before);
         return is_light;
     }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row) {
         term.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+    }, [&](int first) {
+        if (RESIDENT || !WRITES)
+            return;
+        const Packed<X> x = load(slice.x() + first);
+        const Packed<Y> y = load(slice.y() + first);
+        Packed<DX> input;
+        Packed<DY> target;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+        vectors.write(input, target, (first - slice.head) / WIDTH * (long long)X_BYTES);
     }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;

@@ -8,7 +8,7 @@ namespace kullback {
 
 /* high is the sum, rounded. */
 struct TwoFloats {
-    float high, low; /* both given: NVRTC leaves a second that is not undefined */
+    float high, low; /* to be given both: NVRTC leaves the second undefined otherwise */
 
     INLINE double whole() const { return (double)high + (double)low; }
 };
@@ -33,6 +33,7 @@ INLINE TwoFloats operator+(TwoFloats x, TwoFloats y)
     const TwoFloats sum = two_sum(x.high, y.high);
     return two_sum(sum.high, add_rn(sum.low, add_rn(x.low, y.low)));
 }
+INLINE TwoFloats operator*(float power_of_2, TwoFloats x) { return { power_of_2 * x.high, power_of_2 * x.low }; }
 INLINE TwoFloats operator-(TwoFloats x) { return { -x.high, -x.low }; }
 INLINE TwoFloats operator-(TwoFloats x, TwoFloats y) { return x + -y; }
 
