@@ -97,7 +97,7 @@ WITH_NEAR = [
 @pytest.mark.parametrize(("kind", "parameter", "shape"), WITH_NEAR)
 def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, shape, reach):
     found = near(kind, parameter, reach)
-    terms, term_step, slope_terms, slope_step = shape
+    _, term_step, slope_terms, slope_step = shape
     assert found.shape == (shape if reach == WIDE else (6, term_step, min(slope_terms, 6), slope_step))
     given = [] if DIVERGENCES[kind].parameter is None else [parameter]
     corner = kind == "total_variation"

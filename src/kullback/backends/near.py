@@ -16,9 +16,11 @@ from torch import Tensor
 from kullback.problem import element_at, has_corner
 
 
-
 class Reach(NamedTuple):
-    """How far out polynomials serve, and how many terms they may have: few choices, since kernels are compiled for each."""
+    """How far out polynomials serve, and how many terms they may have.
+
+    There are few choices, since kernels are compiled for each.
+    """
 
     radius: float  # of |r|
     counts: tuple[int, ...]
