@@ -379,3 +379,37 @@ def test_jensen_shannon_is_symmetric_where_one_gradient_is_wanted(backend, gener
             for pair in ((a, b), (b, a))
         )
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_on_chip", [True, False])
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "total_variation"])
+def test_a_gradient_over_the_logits_changes_no_loss(backend, generator, kind, is_on_chip):
+    """Of near rows, some of whose tokens are heavy: these are read again after others' gradients are written."""
+    y = 3 * torch.randn(4, 9003, generator=generator)
+    x = y + torch.tensor([0.03, 0.05, 0.1, 0.15])[:, None] * torch.randn(4, 9003, generator=generator)
+    x[:, 5] += 12
+    y[:, 5] += 12
+    x, y = x.to(torch.bfloat16), y.to(torch.bfloat16)
+    found = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        loss = kullback.divergence(leaf * 1, y, kind, reduction="sum", inplace=inplace)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad))
+    (loss, grad), (over_logits, its_grad) = found
+    assert relative_error(loss, oracle.divergence(x.double(), y.double(), kind).sum()) < LOSS
+    assert torch.equal(loss, over_logits)
+    assert torch.equal(grad, its_grad)
+
+
+@pytest.mark.parametrize("is_on_chip", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_maxima_whose_products_overflow(backend, generator, dtype, is_on_chip):
+    x, y = torch.randn(2, 1, 2100, generator=generator).to(dtype)
+    x[:, 5] = y[:, 6] = torch.finfo(dtype).max
+    leaf = x.requires_grad_()
+    loss = kullback.divergence(leaf, y, "jensen_shannon", temperature=0.3, reduction="sum")
+    truth = oracle.divergence(x.detach().double(), y.double(), "jensen_shannon", temperature=0.3)
+    assert relative_error(loss, truth.sum()) < LOSS
+    (grad,) = torch.autograd.grad(loss, leaf)
+    assert grad.isfinite().all()

@@ -33,7 +33,8 @@ struct Setup {
     float divergence_weight, label_weight, z_weight; /* of what a row's loss is a sum of (labels.py) */
     Parameters parameters;
     long long series[SERIES_TERMS]; /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
-    long long near[MOST_TERMS], narrow[MOST_TERMS]; /* likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
+    /* Likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
+    long long near[MOST_TERMS], narrow[MOST_TERMS];
     int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
     int slice_vectors, row_tiles; /* vectors of a row that a block has, at most, and tiles that they take */
     int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [cluster · WARPS, 4] floats */

@@ -46,11 +46,11 @@ INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
     return { factor, HAS_CORNER ? -0.5f * factor : predicted };
 }
 
-/* Of a row how far out few tokens are, so that these may be taken one by one */
-enum Reach { NARROW_REACH, WIDE_REACH, NO_REACH };
+/* Beyond which radius a row has so few tokens that these may be taken one by one */
+enum FewBeyond { NARROW_REACH, WIDE_REACH, NO_REACH };
 
 /* By the first tokens of each thread's */
-INLINE Reach reach_of(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+INLINE FewBeyond reach_of(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
     const float inv_temperature = a.input_inv_temperature; /* of both */

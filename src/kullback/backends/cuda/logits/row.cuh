@@ -267,12 +267,13 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
 {
     const bool is_caching = CACHES_SLOPES;
 #if HAS_NEAR
-    const Reach reach = reach_of(slice, pipeline, group, found.stats);
+    const FewBeyond reach = reach_of(slice, pipeline, group, found.stats);
     if (reach != NO_REACH) {
         const float mean = fast_scale(slice.a, found.stats, predicted).offset;
         predicted = FORESEES_CLOSE && is_caching && fabsf(mean) > 1e-5f ? mean : 0; /* of equal sides a rounding */
-        found.sums = NARROW_TERMS && reach == NARROW_REACH ? sum_near<NARROW_TERMS != 0>(slice, pipeline, group, found.stats, predicted)
-                                                           : sum_near<false>(slice, pipeline, group, found.stats, predicted);
+        found.sums = NARROW_TERMS && reach == NARROW_REACH
+            ? sum_near<NARROW_TERMS != 0>(slice, pipeline, group, found.stats, predicted)
+            : sum_near<false>(slice, pipeline, group, found.stats, predicted);
         found.cached = slope_scale(slice.a, predicted);
         const bool is_served = is_well_conditioned(found.sums, LEAST_CACHED_SUM) || warp_all(found.sums.term == 0);
         /* Where slopes are not cached, the fast formula finds gradients, and is too coarse if the row is close. */

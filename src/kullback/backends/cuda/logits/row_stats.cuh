@@ -218,7 +218,7 @@ struct Sample {
     Y y;
 #if IS_MIXED
     Label label;
-    long long token; /* of the row that is taken next, asked for long before: else its logits could not be asked for, but waited for */
+    long long token; /* of the row that is taken next: where its logits are has to be known when they are asked for */
 
     INLINE void ask(const Arguments &a, unsigned row) { token = row < a.rows ? token_of(a, row) : -1; }
 #endif
