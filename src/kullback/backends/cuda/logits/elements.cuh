@@ -51,17 +51,18 @@ INLINE TwoFloats log_z_diff_of(const Arguments &a, const RowStats &stats)
 #if HAS_NORMALISERS
     return two_floats(stats.log_z_diff);
 #endif
-    const float error = stats.in_range
-        ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
-        : 0;
     const float down = 0x1p-32f, up = 0x1p32f; /* a product may be more than floats hold, and the difference not */
     const TwoFloats of_max = up * (two_product(down * stats.y_max, opaque(a.target_inv_temperature))
                                    - two_product(down * stats.x_max, opaque(a.input_inv_temperature)));
     if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
         return of_max + TwoFloats { safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max,
                                                           a.input_inv_temperature, of_max.high, of_max.low), 0 };
-    const TwoFloats found
-        = of_max + two_sum(log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), fmaf(error, LN2, opaque(stats.correction)));
+    const float error = stats.in_range
+        ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
+        : 0;
+    /* Rounded, the error is as the correction is: of a row that one token has their sum is 0, and the token's log-ratio. */
+    const TwoFloats known = two_sum(mul_rn(error, LN2), opaque(stats.correction));
+    const TwoFloats found = of_max + (known + TwoFloats { log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), 0 });
     return { found.high, fabsf(found.high) < REAL_INFINITY ? found.low : 0 };
 }
 
