@@ -38,7 +38,7 @@ template <bool NARROW> INLINE float cached_slope_of(const Arguments &a, float r,
 
 #if HAS_NEAR && !SUMS_FROM_MOMENTS
 /* A row whose sum is less has slopes that are too short for halves even so. */
-#define LEAST_CACHED_SUM (HAS_CORNER ? 1e-5f : 1e-6f)
+#define LEAST_CACHED_SUM (HAS_CORNER ? 5e-4f : 1e-6f)
 
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 {
