@@ -182,7 +182,6 @@ static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by)
     return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
 }
 __attribute__((noinline)) static float __fmul_rn(float x, float y) { return x * y; } /* not contracted */
-__attribute__((noinline)) static float __fadd_rn(float x, float y) { return x + y; }
 template <typename T> static T atomicAdd(T *p, T x) { const T before = *p; *p += x; return before; }
 static inline unsigned atomicOr(unsigned *p, unsigned x) { const unsigned before = *p; *p |= x; return before; }
 static inline bool __all_sync(unsigned, bool x)

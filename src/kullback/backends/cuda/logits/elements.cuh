@@ -3,7 +3,6 @@
 
 #include "cuda/logits/deferred.cuh"
 #include "cuda/logits/row_stats.cuh"
-#include "cuda/logits/two_floats.cuh"
 
 namespace kullback {
 
@@ -18,7 +17,12 @@ namespace kullback {
 #define NO_MASS_EXPONENT -1e4f
 
 /* The error of max · base_2(inv_temperature), rounded: every power in a row's Σ exp has it. */
-INLINE float scaling_error(float max, float inv_temperature) { return -two_product(max, base_2(inv_temperature)).low; }
+INLINE double scaling_error(float max, float inv_temperature)
+{
+    /* Kept as a double for the next row it would take registers that these have not. */
+    const float scale = SUMS_FROM_MOMENTS || (IS_MIXED && !IS_COARSE) ? opaque(base_2(inv_temperature)) : base_2(inv_temperature);
+    return (double)mul_rn(max, scale) - (double)max * (double)scale;
+}
 
 /* log(y / x); exchanging them changes the sign and not a bit */
 INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
@@ -36,34 +40,29 @@ INLINE float mass_sum(float max, float sum_exp, float inv_temperature)
 /* The same difference as it is between the exponents that 16-bit masses are found with, rounded as they are: with it a mass is
    the other times e^ratio, and what both are off by enters sums that are centred squared. In units of the ratio, whose factor is
    not that of the exponents to the last bit. */
-INLINE TwoFloats log_z_diff_of_exponents(const Arguments &a, float x_log2_z, float y_log2_z)
+INLINE double log_z_diff_of_exponents(const Arguments &a, float x_log2_z, float y_log2_z)
 {
     const float inv_temperature = a.input_inv_temperature;
     const float excess = fmaf(-base_2(inv_temperature), LN2, inv_temperature) * in_range_ratio_or_zero(1, inv_temperature);
-    const TwoFloats ln2 = { LN2, -1.9046543e-9f }, difference = two_sum(y_log2_z, -x_log2_z);
-    const TwoFloats product = two_product(difference.high, ln2.high);
-    return two_sum(product.high, product.low + difference.high * fmaf(excess, ln2.high, ln2.low) + difference.low * ln2.high);
+    const double difference = ((double)y_log2_z - (double)x_log2_z) * 0.6931471805599453;
+    return difference + difference * (double)excess;
 }
 
 /* log-sum-exp of y less that of x: as it is given; else as floats found it, and what is known to be wrong with that */
-INLINE TwoFloats log_z_diff_of(const Arguments &a, const RowStats &stats)
+INLINE double log_z_diff_of(const Arguments &a, const RowStats &stats)
 {
 #if HAS_NORMALISERS
-    return two_floats(stats.log_z_diff);
+    return stats.log_z_diff;
 #endif
-    const float down = 0x1p-32f, up = 0x1p32f; /* a product may be more than floats hold, and the difference not */
-    const TwoFloats of_max = up * (two_product(down * stats.y_max, opaque(a.target_inv_temperature))
-                                   - two_product(down * stats.x_max, opaque(a.input_inv_temperature)));
-    if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
-        return of_max + TwoFloats { safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max,
-                                                          a.input_inv_temperature, of_max.high, of_max.low), 0 };
-    const float error = stats.in_range
+    const double error = stats.in_range
         ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
         : 0;
-    /* Rounded, the error is as the correction is: of a row that one token has their sum is 0, and the token's log-ratio. */
-    const TwoFloats known = two_sum(mul_rn(error, LN2), opaque(stats.correction));
-    const TwoFloats found = of_max + (known + TwoFloats { log_quotient_of(stats.y_sum_exp, stats.x_sum_exp), 0 });
-    return { found.high, fabsf(found.high) < REAL_INFINITY ? found.low : 0 };
+    const double of_max = (double)stats.y_max * (double)opaque(a.target_inv_temperature)
+        - (double)stats.x_max * (double)opaque(a.input_inv_temperature);
+    if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
+        return of_max + (double)safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max, a.input_inv_temperature,
+                                                      (float)of_max, (float)(of_max - (double)(float)of_max));
+    return of_max + error * (double)LN2 + (double)log_quotient_of(stats.y_sum_exp, stats.x_sum_exp) + opaque(stats.correction);
 }
 
 /* Found in each mode where it is used, so that nothing is that is not. A mass of `safe_` is
@@ -76,17 +75,17 @@ template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats 
     row.target_inv_temperature = a.target_inv_temperature;
     row.input_max = is_exponent ? log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : stats.x_max;
     row.target_max = is_exponent ? log2_z(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) : stats.y_max;
-    const float x_error = stats.in_range && INPUT_IS_LOGITS ? scaling_error(stats.x_max, a.input_inv_temperature) : 0;
-    const float y_error = stats.in_range && TARGET_IS_LOGITS ? scaling_error(stats.y_max, a.target_inv_temperature) : 0;
-    row.input_inv_sum_exp = 1 / (MODE == SAFE ? stats.x_sum_exp * ex2(x_error) : stats.x_sum_exp);
-    row.target_inv_sum_exp = 1 / (MODE == SAFE ? stats.y_sum_exp * ex2(y_error) : stats.y_sum_exp);
-    row.input_log_sum_exp = logf(stats.x_sum_exp) + x_error * LN2;
-    row.target_log_sum_exp = logf(stats.y_sum_exp) + y_error * LN2;
-    const TwoFloats log_z_diff = is_exponent && !HAS_NORMALISERS
+    const double x_error = stats.in_range && INPUT_IS_LOGITS ? scaling_error(stats.x_max, a.input_inv_temperature) : 0;
+    const double y_error = stats.in_range && TARGET_IS_LOGITS ? scaling_error(stats.y_max, a.target_inv_temperature) : 0;
+    row.input_inv_sum_exp = 1 / (MODE == SAFE ? stats.x_sum_exp * ex2((float)x_error) : stats.x_sum_exp);
+    row.target_inv_sum_exp = 1 / (MODE == SAFE ? stats.y_sum_exp * ex2((float)y_error) : stats.y_sum_exp);
+    row.input_log_sum_exp = logf(stats.x_sum_exp) + (float)x_error * LN2;
+    row.target_log_sum_exp = logf(stats.y_sum_exp) + (float)y_error * LN2;
+    const double log_z_diff = is_exponent && !HAS_NORMALISERS
         ? log_z_diff_of_exponents(a, row.input_max, row.target_max)
         : log_z_diff_of(a, stats);
-    row.log_z_diff_high = log_z_diff.high;
-    row.log_z_diff_low = log_z_diff.low;
+    row.log_z_diff_high = (float)log_z_diff;
+    row.log_z_diff_low = (float)(log_z_diff - (double)row.log_z_diff_high);
     row.tilted_lse = stats.tilted_lse;
     row.input_grad_sum = sums.d_log_q;
     row.target_grad_sum = sums.d_log_p;

@@ -65,7 +65,7 @@ INLINE bool has_token(const Slice &slice, const Pipeline &pipeline, const RowGro
 
 INLINE float lse_error(const Arguments &a, const RowStats &stats)
 {
-    return stats.in_range ? scaling_error(stats.x_max, a.input_inv_temperature) * LN2 : 0;
+    return stats.in_range ? (float)scaling_error(stats.x_max, a.input_inv_temperature) * LN2 : 0;
 }
 INLINE float input_lse_of(const Arguments &a, const RowStats &stats)
 {

@@ -14,18 +14,19 @@ struct LogRatio {
     INLINE LogRatio(const Arguments &a, const RowStats &stats)
     {
         const float scale = base_2(a.input_inv_temperature);
-        const TwoFloats x_low = two_product(stats.x_max, scale), y_low = two_product(stats.y_max, scale);
-        const TwoFloats lows = IS_16_BIT ? two_sum(x_low.high, y_low.high) : TwoFloats { -x_low.low - y_low.low, 0 };
-        const TwoFloats exponent = lows + two_sum(log2f(stats.x_sum_exp), log2f(stats.y_sum_exp));
+        const double found = log_z_diff_of(a, stats);
+        double exponent = 0.5 * ((double)mul_rn(stats.x_max, scale) + (double)mul_rn(stats.y_max, scale))
+            + 0.5 * (double)(log2f(stats.x_sum_exp) + log2f(stats.y_sum_exp));
+        if (!IS_16_BIT)
+            exponent -= 0.5 * (double)scale * ((double)stats.x_max + (double)stats.y_max);
         half = 0.5f * scale;
-        less = 0.5f * exponent.high;
-        rest = ex2(-0.5f * exponent.low);
+        less = (float)exponent;
+        rest = ex2((float)((double)less - exponent));
         x_max = stats.x_max;
         y_max = stats.y_max;
         inv_temperature = a.input_inv_temperature;
-        const TwoFloats found = log_z_diff_of(a, stats);
-        log_z_diff = found.high;
-        log_z_diff_low = found.low;
+        log_z_diff = (float)found;
+        log_z_diff_low = (float)(found - (double)log_z_diff);
     }
 
     /* log(p / q) */

@@ -69,7 +69,7 @@ INLINE void set_softmax(double lse, float inv_temperature, float &max, float &su
 {
     max = (float)(lse / (double)inv_temperature);
     const double rest = lse - (double)max * (double)inv_temperature;
-    sum_exp = (float)(exp(rest) / exp2((double)scaling_error(max, inv_temperature)));
+    sum_exp = (float)(exp(rest) / exp2(scaling_error(max, inv_temperature)));
 }
 
 INLINE RowStats known_stats(const Arguments &a, unsigned r, int input_lse, int target_lse)
@@ -345,7 +345,7 @@ INLINE bool align_at_peak(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         return sum_exp * ex2(mul_rn(max, base_2(inv_temperature)) - mul_rn(highest, base_2(inv_temperature)));
     };
     const auto is_one = [](float highest, float sum_exp, float inv_temperature) {
-        return fabsf(sum_exp + scaling_error(highest, inv_temperature) * LN2 - 1) < 1e-6f;
+        return fabsf(sum_exp + (float)scaling_error(highest, inv_temperature) * LN2 - 1) < 1e-6f;
     };
     const float x_sum_exp = against(row_max.x, stats.x_max, stats.x_sum_exp, a.input_inv_temperature);
     const float y_sum_exp = against(row_max.y, stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
@@ -409,7 +409,7 @@ INLINE double lse_of(float max, float sum_exp, float inv_temperature, bool in_ra
 {
     if (max == -REAL_INFINITY)
         return max; /* of a piece without mass */
-    const double error = in_range ? (double)scaling_error(max, inv_temperature) * (double)LN2 : 0;
+    const double error = in_range ? scaling_error(max, inv_temperature) * (double)LN2 : 0;
     return (double)max * (double)inv_temperature + log((double)sum_exp) + error;
 }
 
@@ -426,7 +426,7 @@ INLINE void keep_state(const Arguments &a, unsigned r, const Found &found, doubl
 {
     keep(a, STATE_INPUT_LSE, r, input_lse(a, found.stats));
     keep(a, STATE_TARGET_LSE, r, target_lse(a, found.stats));
-    keep(a, STATE_LOG_Z_DIFF, r, HAS_FAST ? log_z_diff_of(a, found.stats).whole() : 0);
+    keep(a, STATE_LOG_Z_DIFF, r, HAS_FAST ? log_z_diff_of(a, found.stats) : 0);
     keep(a, STATE_D_LOG_P, r, found.sums.d_log_p);
     keep(a, STATE_D_LOG_Q, r, found.sums.d_log_q);
     keep(a, STATE_D_LOSS, r, d_loss);
@@ -440,7 +440,7 @@ INLINE void keep_state(const Arguments &a, unsigned r, const Found &found, doubl
 INLINE void keep_statistics(const Arguments &a, unsigned r, const Found &found)
 {
     const double x = input_lse(a, found.stats), y = target_lse(a, found.stats);
-    const double half = SUMS_FROM_MOMENTS && found.mode == STABLE ? 0.5 * (log_z_diff_of(a, found.stats).whole() - (y - x)) : 0;
+    const double half = SUMS_FROM_MOMENTS && found.mode == STABLE ? 0.5 * (log_z_diff_of(a, found.stats) - (y - x)) : 0;
     keep(a, STATS_INPUT_LSE, r, x - half);
     keep(a, STATS_TARGET_LSE, r, y + half);
     keep(a, STATS_TERM, r, found.sums.term);
