@@ -13,7 +13,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results/h200/real.json"
+RESULTS = ROOT / "benchmarks/results/h200/real_rivals.json"
 PICTURE = ROOT / "docs/pictures/real_rows.svg"
 CURVE = ROOT / "benchmarks/results/cpu/smollm2.json"
 CURVE_PICTURE = ROOT / "docs/pictures/smollm2.svg"

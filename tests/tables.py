@@ -86,7 +86,7 @@ def real_rows(name):
 
 def rivals_on_real_rows():
     """Milliseconds on an H200, each with a student's gradient."""
-    report = load("h200/real")
+    report = load("h200/real_rivals")
     names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
     lines = ["| rows | kind | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for result in report["results"]:
@@ -284,7 +284,7 @@ def summary():
         if (case["kind"], case["form"], case["dtype"]) == ("kl", "probs", "float32"):
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward"))
             line(f"kl of probabilities, {case['rows']} × {case['vocab']}, forward", found, ours["of_ceiling"])
-    for result in load("h200/real")["results"]:
+    for result in load("h200/real_rivals")["results"]:
         case, found = result["case"], seconds(result, "forward + gradient")
         if case["source"] == "real" and case["student"] == "bits5" and "eager" in found:
             ours = next(e for e in result["results"] if (e["name"], e["task"]) == ("kullback", "forward + gradient"))
