@@ -39,13 +39,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const unsigned r = first + lane / Sample::PARTS * row_step();
         if (r < a.rows && weight_of(a, r) != 0)
             next.take(a, r);
-#if IS_MIXED
-        next.ask(a, r + Sample::ROWS * row_step());
-#endif
     };
-#if IS_MIXED
-    next.ask(a, first_row(group.index) + lane / Sample::PARTS * row_step());
-#endif
     take_next(first_row(group.index));
 #if HAS_PEERS
     /* Other ranks get estimates as many rows before, too. */

@@ -41,7 +41,7 @@ INLINE Label label_of(const Pipeline &pipeline) { return *pipeline.label(); }
 INLINE void read_label(const Slice &slice, const RowGroup &group)
 {
     if (group.thread == 0)
-        own_label().label = loaded_label(slice.a, slice.row, token_of(slice.a, slice.row));
+        own_label().label = loaded_label(slice.a, slice.row);
     group_sync(group);
 }
 INLINE Label label_of(const Pipeline &) { return own_label().label; }

@@ -22,10 +22,9 @@ struct alignas(8) Label {
     int token;
 };
 
-INLINE long long token_of(const Arguments &a, unsigned r) { return a.labels ? a.labels[r] : -1; }
-
-INLINE Label loaded_label(const Arguments &a, unsigned r, long long token)
+INLINE Label loaded_label(const Arguments &a, unsigned r)
 {
+    const long long token = a.labels ? a.labels[r] : -1;
     if (token < 0 || token >= a.vocab)
         return { 0, 0, token == NO_LABEL ? (int)NO_LABEL : -1 };
     return { to_real(a.x[r * a.x_stride + token]), to_real(a.y[r * a.y_stride + token]), (int)token };

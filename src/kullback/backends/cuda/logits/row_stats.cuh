@@ -218,15 +218,12 @@ struct Sample {
     Y y;
 #if IS_MIXED
     Label label;
-    long long token; /* of the row that is taken next: where its logits are has to be known when they are asked for */
-
-    INLINE void ask(const Arguments &a, unsigned row) { token = row < a.rows ? token_of(a, row) : -1; }
 #endif
 
     INLINE void take(const Arguments &a, unsigned row)
     {
 #if IS_MIXED
-        label = loaded_label(a, row, token);
+        label = loaded_label(a, row);
 #endif
         const unsigned index = sample_index(a, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[index];
