@@ -63,7 +63,7 @@ INLINE FewBeyond reach_of(const Slice &slice, const Pipeline &pipeline, RowGroup
         counts[0] += fabsf(r) < NARROW_RADIUS ? 0 : 1;
         counts[1] += fabsf(r) < NEAR_RADIUS ? 0 : 1;
     });
-    float sampled = (float)(min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * SAMPLE_WIDTH);
+    float sampled = (float)(sampled_threads(slice, group) * SAMPLE_WIDTH);
 #if HAS_PEERS
     counts[2] = is_first_thread(group) ? sampled : 0;
 #endif

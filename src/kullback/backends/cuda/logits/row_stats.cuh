@@ -136,11 +136,14 @@ INLINE bool are(bool (*is_such)(float), float x, float y)
     return warp_all((!INPUT_IS_LOGITS || is_such(x)) && (!TARGET_IS_LOGITS || is_such(y)));
 }
 
-/* Neighbours of which `spread` is, in this rank's slice */
-INLINE int sampled_pairs(const Slice &slice, const RowGroup &group)
+/* Threads that a sample has elements of, in this rank's slice */
+INLINE int sampled_threads(const Slice &slice, const RowGroup &group)
 {
-    return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW) * (SAMPLE_WIDTH / 2);
+    return min(slice.body / WIDTH, (int)group.cluster * THREADS_PER_ROW);
 }
+
+/* Neighbours of which `spread` is */
+INLINE int sampled_pairs(const Slice &slice, const RowGroup &group) { return sampled_threads(slice, group) * (SAMPLE_WIDTH / 2); }
 
 /* Of the difference of two neighbours' log-ratios: its size, as far as that says something; where moments are summed, whether it is
    long, or of tokens that both rows mask. */
