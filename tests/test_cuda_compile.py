@@ -89,6 +89,8 @@ LOGITS = {
     "short rows": Logits(1000, False, NONE),
     "short rows, total and gradient": Logits(1000, False, INPUT),
     "short rows, both gradients": Logits(1000, False, BOTH),
+    "rows of 16 lanes, total and gradient": Logits(320, False, INPUT),
+    "rows of 8 lanes, both gradients": Logits(200, False, BOTH),
     "rows": Logits(8192, True, NONE),
     "both gradients of streamed rows": Logits(262144, False, BOTH),
     "gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True),
@@ -294,7 +296,8 @@ def test_mixed_dtypes_and_helpers(arch):
             registers(topk.source(dtype, "logits", True), arch)
             registers(topk.source(dtype, "log_probs", False), arch)
             registers(topk.source(dtype, "probs", False), arch)
-            registers(describe.source(describe.Variant(dtype, torch.float32, (True, True), True, False)), arch)
+            if dtype in (torch.bfloat16, torch.float64):
+                registers(describe.source(describe.Variant(dtype, torch.float32, (True, True), True, False)), arch)
             registers(describe.source(describe.Variant(dtype, dtype, (True, False), False, threads=64)), arch)
     registers(inlined("cuda/ceiling.cuh", {}), arch)
 
@@ -422,6 +425,30 @@ def test_slopes_are_cached_where_half_precision_holds_them():
     assert not any(caches("skew_kl", alpha) for alpha in (1e-30, 1e-7, 1e-5, 1e-4))
     assert not caches("jensen_shannon", 0.5, dtype=torch.float16)
     assert not caches("kl")
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:3], repeat=2)])
+@pytest.mark.parametrize("vocab", [1, 7, 8, 255, 257, 384, 385, 777, 1024, 1025, 2048])
+def test_short_rows_fit(vocab, dtypes):
+    """Two rows of each group are on chip, where what every device has is enough; of one dtype 16 warps at least."""
+    x, y = dtypes
+    layout = plan.logits(vocab, x, y, False, False, plan.HOPPER, caches_slopes=True)
+    shape = layout.shape
+    if vocab > 256 * shape.width:
+        assert shape.resident
+        return
+    assert layout.slice_vectors <= shape.slot_vectors
+    assert shape.slot_vectors % shape.threads_per_row == 0
+    assert shape.y_offset == 2 * shape.groups * shape.slot_vectors * shape.width * x.itemsize
+    assert layout.shared == shape.y_offset // x.itemsize * (x.itemsize + y.itemsize) <= 48 << 10
+    assert shape.groups >= 1
+    assert shape.threads % 32 == 0
+    assert 16 <= shape.threads * shape.min_blocks // 32 <= 24
+    assert shape.min_blocks <= 32
+
+
+def test_rows_that_are_read_once_cache_no_slopes():
+    assert not plan.logits(1000, *DTYPES[1:2] * 2, False, True, plan.HOPPER, caches_slopes=True).shape.caches_slopes
 
 
 def test_lanes_grow_with_the_row():

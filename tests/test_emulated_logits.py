@@ -12,7 +12,7 @@ import kullback
 from tests import kinds, oracle, samples
 from tests.kinds import KINDS, SMOOTH
 from tests.samples import EVERY_7TH, apart, at, dead, equal, far, masked, peaked, sample, shifted, spiked
-from tests.tolerances import BF16_GRADIENT, FLOAT_GRADIENT, LOSS, gradient, relative_error
+from tests.tolerances import BF16_CACHED, BF16_GRADIENT, FLOAT_GRADIENT, LOSS, gradient, relative_error
 
 pytestmark = pytest.mark.parametrize("backend", ["emulated"], indirect=True)
 
@@ -60,6 +60,32 @@ def test_every_kind(backend, generator, kind, dtype, vocab):
             assert relative_error(mine[counts], other) < (1e-5 if dtype == torch.float32 else BF16_GRADIENT)
             assert mine[~counts].count_nonzero() == 0
             assert mine[equals].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("wants", [(True, False), (True, True)], ids=["one gradient", "both gradients"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("kl", torch.bfloat16), ("jensen_shannon", torch.bfloat16), ("total_variation", torch.float32)]
+)
+@pytest.mark.parametrize("vocab", [5, 130, 320, 777])
+def test_more_short_rows_than_groups(backend, generator, kind, dtype, vocab, wants):
+    """8, 16 and 32 lanes share a row, and copy the next before. Some are close, and some without weight hold NaN."""
+    rows = 200
+    x, y = (3 * torch.randn(rows, vocab, generator=generator) for _ in range(2))
+    x[1::3] = y[1::3] + 0.5 * x[1::3]
+    x[2::9] = y[2::9] * (1 + 1e-3)
+    x, y = x.to(dtype), y.to(dtype)
+    weight = torch.rand(rows, generator=generator)
+    weight[::7] = 0
+    x[::7], y[::14] = torch.nan, torch.inf
+    counts = weight != 0
+    truth, expected = truth_of(x[counts], y[counts], kind, weight[counts])
+    ours = [t.clone().requires_grad_(wanted) for t, wanted in zip((x, y), wants, strict=True)]
+    loss = kullback.divergence(*ours, kind, row_weight=weight, reduction="sum", **kinds.parameters(kind))
+    assert relative_error(loss, truth.sum()) < LOSS
+    leaves = [t for t, wanted in zip(ours, wants, strict=True) if wanted]
+    for mine, other in zip(torch.autograd.grad(loss, leaves), expected, strict=False):
+        assert relative_error(mine[counts], other) < (1e-5 if dtype == torch.float32 else BF16_CACHED)
+        assert mine[~counts].count_nonzero() == 0
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.bfloat16) for kind in SMOOTH] + [("kl", torch.float32)])

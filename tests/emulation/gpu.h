@@ -31,7 +31,7 @@ struct Barrier { int arrived, turn; };
 struct Block {
     ucontext_t fibers[MOST_THREADS];
     bool done[MOST_THREADS];
-    Barrier whole, of_warp[MOST_THREADS / WARP], named[16];
+    Barrier whole, of_lanes[MOST_THREADS], named[16];
     unsigned long long slots[MOST_THREADS];
     alignas(128) unsigned char shared[232448];
 };
@@ -45,7 +45,6 @@ static Barrier of_cluster;
 static Index first, grid;
 
 static Block &own() { return blocks[rank]; }
-static Barrier &own_warp() { return own().of_warp[current / WARP]; }
 
 /* 16 bytes of the block's shared memory, by address */
 static uint4 *vector_at(int address)
@@ -79,7 +78,7 @@ static void fiber()
 static void begin(Block &block, char *stack)
 {
     memset(block.shared, 0xff, sizeof block.shared); /* NaN: nothing may count on what another block left */
-    memset(block.of_warp, 0, sizeof block.of_warp);
+    memset(block.of_lanes, 0, sizeof block.of_lanes);
     memset(block.named, 0, sizeof block.named);
     block.whole = {};
     for (int t = 0; t < threads; t++) {
@@ -122,16 +121,26 @@ template <typename F> static bool launch(int clusters, int cluster_blocks, int b
     return true;
 }
 
-/* The value that another lane brings; all lanes of the warp call. */
-template <typename T> static T from_lane(T value, int other)
+/* The lanes of the mask wait for each other. */
+static void meet(unsigned mask)
 {
+    if (!(mask >> current % WARP & 1))
+        abort();
+    wait(own().of_lanes[current / WARP * WARP + __builtin_ctz(mask)], __builtin_popcount(mask));
+}
+
+/* The value that another lane brings; all lanes of the mask call. */
+template <typename T> static T from_lane(unsigned mask, T value, int other)
+{
+    if (!(mask >> other & 1))
+        abort();
     auto &slots = own().slots;
     static_assert(sizeof(T) <= sizeof slots[0]);
     memcpy(&slots[current], &value, sizeof value);
-    wait(own_warp(), WARP);
+    meet(mask);
     T result;
     memcpy(&result, &slots[current / WARP * WARP + other], sizeof result);
-    wait(own_warp(), WARP);
+    meet(mask);
     return result;
 }
 
@@ -153,9 +162,12 @@ template <typename To, typename From> static To bits_of(From x)
 #define blockIdx (Index { gpu::first.x + (unsigned)gpu::rank })
 #define gridDim gpu::grid
 #define __syncthreads() gpu::wait(gpu::own().whole, gpu::threads)
-#define __syncwarp() gpu::wait(gpu::own_warp(), gpu::WARP)
-#define __shfl_xor_sync(mask, x, step) gpu::from_lane(x, gpu::current % 32 ^ (step))
-#define __shfl_sync(mask, x, lane) gpu::from_lane(x, lane)
+static inline void __syncwarp(unsigned mask = ~0u) { gpu::meet(mask); }
+template <typename T> static T __shfl_xor_sync(unsigned mask, T x, int step) { return gpu::from_lane(mask, x, gpu::current % 32 ^ step); }
+template <typename T> static T __shfl_sync(unsigned mask, T x, int lane, int width = 32)
+{
+    return gpu::from_lane(mask, x, gpu::current % 32 / width * width + lane % width);
+}
 #define __threadfence()
 #define __ldcg(p) (*(p))
 /* A vector lies on its size: else a device stops. */
@@ -184,19 +196,15 @@ static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by)
 __attribute__((noinline)) static float __fmul_rn(float x, float y) { return x * y; } /* not contracted */
 template <typename T> static T atomicAdd(T *p, T x) { const T before = *p; *p += x; return before; }
 static inline unsigned atomicOr(unsigned *p, unsigned x) { const unsigned before = *p; *p |= x; return before; }
-static inline bool __all_sync(unsigned, bool x)
-{
-    for (int step = 16; step; step /= 2)
-        x = x & __shfl_xor_sync(0, x, step);
-    return x;
-}
-static inline unsigned __ballot_sync(unsigned, bool x)
+static inline unsigned __ballot_sync(unsigned mask, bool x)
 {
     unsigned bits = (unsigned)x << gpu::current % 32;
     for (int step = 16; step; step /= 2)
-        bits |= __shfl_xor_sync(0, bits, step);
+        if (mask >> (gpu::current % 32 ^ step) & 1)
+            bits |= __shfl_xor_sync(mask, bits, step);
     return bits;
 }
+static inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == mask; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static void __assertfail(const char *message, const char *, unsigned, const char *, size_t) { fputs(message, stderr); abort(); }
 using std::max;

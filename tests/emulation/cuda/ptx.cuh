@@ -60,6 +60,14 @@ INLINE unsigned shared_address(const void *p) { return (unsigned)((const unsigne
 INLINE uint4 ld_shared_v4(int address) { return *gpu::vector_at(address); }
 INLINE void st_shared_v4(int address, uint4 value) { *gpu::vector_at(address) = value; }
 
+template <int BYTES> INLINE void cp_async(int to, const void *from)
+{
+    for (int i = 0; i < BYTES; i += 16)
+        *gpu::vector_at(to + i) = *aligned((const uint4 *)((const char *)from + i));
+}
+INLINE void cp_async_commit() {}
+template <int COUNT> INLINE void cp_async_wait() {}
+
 INLINE unsigned cluster_ctarank() { return (unsigned)gpu::rank; }
 INLINE unsigned cluster_nctarank() { return (unsigned)gpu::cluster; }
 INLINE unsigned clusterid() { return gpu::first.x / cluster_nctarank(); }

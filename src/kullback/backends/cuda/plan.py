@@ -71,7 +71,7 @@ class LogitsShape:
     groups: int  # rows that a block works on at once
     width: int  # elements of a 16-byte access
     min_blocks: int  # of a multiprocessor: bounds the registers
-    register_vectors: int = 0  # vectors of a row that a thread keeps in registers: all that it has
+    slot_vectors: int = 0  # room on chip for a row that is short, of which a row group has two
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
     max_cluster: int = PORTABLE_CLUSTER  # blocks that share a row, at most: code for fewer is the same
@@ -85,13 +85,14 @@ class LogitsShape:
         return {
             "RESIDENT": self.resident,
             "THREADS_PER_ROW": self.threads_per_row,
+            "LOGICAL_WARP": min(self.threads_per_row, 32),
             "GROUPS": self.groups,
             "MAX_CLUSTER": self.max_cluster,
             "EXCHANGE_SLOTS": EXCHANGE_SLOTS,
             "PARTIAL_BYTES": PARTIAL_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
-            "REGISTER_VECTORS": self.register_vectors,
+            "SLOT_VECTORS": self.slot_vectors,
             "CACHES_SLOPES": self.caches_slopes,
             "Y_OFFSET": self.y_offset,
         }
@@ -134,7 +135,9 @@ MIN_TILE_BYTES = 13 << 10  # where a row has as many
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
-MAX_REGISTER_VECTORS = 4  # of a row, that a thread has registers for
+# Of rows that are short: so many vectors, at most, are shared by so many lanes
+SHORT_LANES = ((32, 8), (48, 16), (math.inf, 32))
+SHORT_THREADS, SHORT_BYTES = 256, 48 << 10  # of a block, at most: shared memory that every device has, unasked
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
 
@@ -147,16 +150,16 @@ def logits(
     streams: bool,
     chip: Chip,
     caches_slopes: bool = False,
-    light: bool = False,
     labelled: bool = False,
+    capped: bool = False,
     waits: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
     `chip`: NO_CHIP too where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
-    of rows on chip. `light`: whether the formula leaves registers for a row. `labelled`: whether rows may have labels.
-    `waits`: whether a row waits for other devices.
+    of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
+    waits for other devices.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -206,17 +209,27 @@ def logits(
                     barrier_offset,
                     shared,
                 )
-    # What converts both tensors in ways of their own takes more registers.
-    if vectors <= MAX_REGISTER_VECTORS * 32 and light and not both and not streams:
-        # 20 warps leave a thread 96 registers, 16 leave it 128.
-        min_blocks = 5 if x == y else 4
-        shape = LogitsShape(False, 32, 4, per_vector, min_blocks, register_vectors=MAX_REGISTER_VECTORS)
-    elif short:
-        wide = x != y or (both and x == torch.float16)
-        shape = LogitsShape(False, 32, 8, per_vector, 2 if wide else 3)
-    else:
-        shape = LogitsShape(False, 256, 1, per_vector, 2)
-    return Layout(shape, slice_vectors=vectors)
+    if not short:
+        return Layout(LogitsShape(False, 256, 1, per_vector, 2), slice_vectors=vectors)
+    lanes = 32 if waits else next(lanes for most, lanes in SHORT_LANES if vectors <= most)
+    slot = lanes * max(1, math.ceil(vectors / lanes))
+    groups = SHORT_THREADS // lanes
+    while 2 * groups * slot * vector_bytes > SHORT_BYTES:
+        groups //= 2
+    # What converts both tensors in ways of their own takes more registers. Rows that share a warp take some, too.
+    wide = x != y or (both and x == torch.float16)
+    warps = 16 if wide else 20 if lanes < 32 and (both or capped or labelled or x == torch.float16) else 24
+    shape = LogitsShape(
+        False,
+        lanes,
+        groups,
+        per_vector,
+        min_blocks=32 * warps // (groups * lanes),
+        slot_vectors=slot,
+        caches_slopes=caches_slopes and not streams,
+        y_offset=2 * groups * slot * per_vector * x.itemsize,
+    )
+    return Layout(shape, slice_vectors=vectors, shared=2 * groups * slot * vector_bytes)
 
 
 def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) -> tuple[int, int, int]:

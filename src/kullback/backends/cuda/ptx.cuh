@@ -172,6 +172,33 @@ INLINE void st_shared_v4(int address, uint4 x)
                  : "memory");
 }
 
+/* From global to shared memory, so many bytes, a multiple of 16 as both addresses are; before sm_80 at once */
+template <int BYTES> INLINE void cp_async(int to, const void *from)
+{
+#pragma unroll
+    for (int i = 0; i < BYTES; i += 16)
+#if __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + i), "l"((const char *)from + i) : "memory");
+#else
+        st_shared_v4(to + i, __ldg((const uint4 *)((const char *)from + i)));
+#endif
+}
+
+INLINE void cp_async_commit()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/* Until all but so many of the groups that were committed are there */
+template <int COUNT> INLINE void cp_async_wait()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(COUNT) : "memory");
+#endif
+}
+
 /* Blocks of a cluster, from sm_90 on */
 
 INLINE unsigned cluster_ctarank()

@@ -305,9 +305,8 @@ def layout(
     # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
-    moments = moments_of(problem.kind) if problem.is_normalised else None
-    light = moments is not None and moments.exponent is None and not (problem.input.softcap or problem.target.softcap)
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, light, problem.is_mixed, has_peers)
+    capped = problem.input.softcap != 0 or problem.target.softcap != 0
+    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, problem.is_mixed, capped, has_peers)
 
 
 def caches_slopes(problem: Problem) -> bool:

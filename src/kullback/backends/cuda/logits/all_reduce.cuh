@@ -24,16 +24,16 @@ struct Max {
 template <typename WIDE, int COUNT, typename F>
 INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, float (&values)[COUNT], F reduce)
 {
-    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = 32 / KEPT }; /* lanes of a value */
+    enum { KEPT = COUNT > 2 ? 4 : 2, EACH = LOGICAL_WARP / KEPT }; /* lanes of a value */
     static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= 32);
-    const unsigned thread = (unsigned)opaque(group.thread), lane = thread % 32;
+    const unsigned thread = (unsigned)opaque(group.thread), lane = thread % LOGICAL_WARP;
     const unsigned rank = cta_rank(); /* early: it takes long to answer */
     WIDE parts[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
         parts[k] = values[min(k, COUNT - 1)];
 #pragma unroll
-    for (int step = 16, count = KEPT / 2; step; step /= 2, count /= 2) {
+    for (int step = LOGICAL_WARP / 2, count = KEPT / 2; step; step /= 2, count /= 2) {
         const bool is_upper = lane & step;
 #pragma unroll
         for (int k = 0; k < count; k++)

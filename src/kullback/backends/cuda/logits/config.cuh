@@ -4,6 +4,7 @@
 
 #include "cuda/functor.cuh"
 #include "cuda/vector.cuh"
+#include "cuda/warp.cuh"
 
 #ifndef VERB
 #define VERB VERB_LOSS
@@ -32,9 +33,9 @@
 #define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
 #define REVERSE_KL_FACTOR 0.0f
 #define LEAST_MEAN_SLOPE (-REAL_INFINITY)
-#define THREADS_PER_ROW 256 /* of a block */
+#define THREADS_PER_ROW 256 /* of a block; LOGICAL_WARP where that is less than a warp */
 #define GROUPS 2            /* rows that a block works on at once */
-#define REGISTER_VECTORS 0  /* vectors of a row that a thread keeps in registers: all that it has; or 0 */
+#define SLOT_VECTORS 0      /* of a row that is not resident, room on chip: for all that it has; or 0 */
 #define Y_OFFSET 65536      /* bytes of shared memory from a stage's tile of x to that of y, where vectors are alike */
 #define MAX_CLUSTER 8       /* blocks that share a row, at most */
 #define EXCHANGE_SLOTS 2    /* of a row group's all-reduce */
@@ -50,6 +51,10 @@
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 #define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
+
+/* Whether threads copy their rows to the chip, each while the one before is worked on */
+#define COPIES_ROWS (SLOT_VECTORS > 0)
+#define ON_CHIP (RESIDENT || COPIES_ROWS)
 
 /* Whether gradients of a row that is close are written by its moments, in the sweep that sums its terms */
 #define SUMS_WHILE_WRITING \
@@ -88,11 +93,11 @@
 /* In nats: how far above a sample's maximum the row's is taken to be */
 #define MAX_MARGIN (IS_COARSE ? 12.0f : 8.0f)
 /* Whether maxima are found and not estimated: short rows of float32, of which that is seen */
-#define IS_EXACT (!IS_COARSE && THREADS_PER_ROW == 32)
+#define IS_EXACT (!IS_COARSE && THREADS_PER_ROW <= 32)
 
 namespace kullback {
 
-enum { WARPS = THREADS_PER_ROW / 32, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
+enum { WARPS = THREADS_PER_ROW / LOGICAL_WARP, WANT_GRADIENT = WANT_INPUT || WANT_TARGET };
 enum { X_BYTES = sizeof(Packed<X>), Y_BYTES = sizeof(Packed<Y>) }; /* of a vector */
 /* Places of moments */
 enum {

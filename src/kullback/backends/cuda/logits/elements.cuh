@@ -182,7 +182,7 @@ INLINE Sums thread_sums(const Slice &slice, Pipeline &pipeline, const RowGroup &
     if (MODE == SAFE) {
         each_element<false>(slice, pipeline, group, [&](float x, float y, int) { take(x, y); });
     } else {
-        each_vector<false, false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int) {
+        each_vector<false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int) {
             each_of<MODE>([&](int k) { take(at(x, k), at(y, k)); }, x, y);
         });
         each_edge(slice, group, [&](int i) { take(to_real(slice.x()[i]), to_real(slice.y()[i])); });

@@ -90,7 +90,7 @@ INLINE Ratios predicted_ratios(const Slice &slice, Pipeline &pipeline, RowGroup 
             if (HAS_Q_SQUARED)
                 sums.q = fmaf(part, bounded, sums.q);
         };
-        each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+        each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
 #pragma unroll
             for (int k = 0; k < WIDTH; k++)
                 add(input_of(a, at(x, k)), target_of(a, at(y, k)));
@@ -182,7 +182,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         }, [&] { return heavy_row(a, stats, row); });
         all_reduce(a, pipeline, group, by_slope, terms);
     } else {
-        each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
+        each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
                                                                      int address) { take(x, y, before, address); });
         each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
         by_slope = all_reduced(a, pipeline, group, by_slope);
@@ -209,7 +209,9 @@ INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGr
 #if CACHES_SLOPES
     const X *x = slice.x() + slice.head + slice.first * WIDTH;
     const Y *y = slice.y() + slice.head + slice.first * WIDTH;
+#if RESIDENT
     each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+#pragma unroll 1 /* it is rare, and would take registers */
         for (int v = group.thread; v < count; v += THREADS_PER_ROW) {
             const int address = first_address(tile) + v * X_BYTES;
             st_shared_v4(address, *(const uint4 *)(x + (start + v) * WIDTH));
@@ -217,6 +219,14 @@ INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGr
         }
     });
     group_sync(group);
+#else
+#pragma unroll 1
+    for (int v = group.thread; v < slice.vectors; v += THREADS_PER_ROW) {
+        const int address = first_address(pipeline) + v * X_BYTES;
+        st_shared_v4(address, *(const uint4 *)(x + v * WIDTH));
+        st_shared_v4(y_address(address), *(const uint4 *)(y + v * WIDTH));
+    }
+#endif
 #endif
 }
 

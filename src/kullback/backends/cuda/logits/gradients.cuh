@@ -87,7 +87,7 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         return term;
     }
     const GradientVectors vectors(slice);
-    each_vector<false, true, MODE == FAST>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
+    each_vector<false, true>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
 #if CACHES_SLOPES
@@ -104,8 +104,8 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         vectors.write(input, target, before);
     });
     if (slice.body < (int)a.vocab) { /* where slopes are cached, nothing else wants all of the row's constants */
-        enum { AT_EDGE = CACHES_SLOPES && MODE == FAST ? (int)STABLE : MODE }; /* of close rows, too */
-        const Row at_edge = CACHES_SLOPES ? row_constants<AT_EDGE>(a, opaque(stats), sums) : row;
+        enum { AT_EDGE = RESIDENT && CACHES_SLOPES && MODE == FAST ? (int)STABLE : MODE }; /* of close rows, too */
+        const Row at_edge = RESIDENT && CACHES_SLOPES ? row_constants<AT_EDGE>(a, opaque(stats), sums) : row;
         each_edge(slice, group, [&](int i) {
             DX input;
             DY target;
@@ -158,7 +158,7 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const auto take = [&](float x, float y, DX &input, DY &target) {
         term.heavy += differentiate<FAST>(a, x, y, row, grad_out, input, target);
     };
-    each_vector<false, LAST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+    each_vector<false, LAST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
         unsigned far = 0;

@@ -13,7 +13,7 @@ INLINE unsigned first_row(int group) { return blockIdx.x * GROUPS + group; }
 INLINE unsigned row_step() { return gridDim.x * GROUPS; }
 #endif
 
-/* Every `step`th row of this cluster (of this group), in order; f(row, whether it is read). A whole warp calls. */
+/* Every `step`th row of this cluster (of this group), in order; f(row, whether it is read). A whole logical warp calls. */
 template <typename F> INLINE void each_row(const Arguments &a, unsigned first, unsigned step, F f)
 {
     for (unsigned r = first; r < a.rows; r += step * row_step()) {
@@ -117,18 +117,34 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             return;
         }
         if (step == GROUPS || group.turn++ % GROUPS == index)
-            process_row(a, pipeline, group, r);
+            process_row(slice_of(a, r, cta_rank()), pipeline, group);
         pipeline.advance_rows(step);
     });
 }
 #else
 INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
+#if COPIES_ROWS
+    pipeline.address = (int)shared_address(shared()) + group.index * 2 * SLOT_VECTORS * X_BYTES;
+    const int both = 2 * pipeline.address + SLOT_VECTORS * X_BYTES; /* the sum of the two that a group has */
+    Vectors next = copied_row(a, group, first_row(group.index), pipeline.address);
+#endif
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
+#if COPIES_ROWS
+        const Slice slice = next.of(a, r);
+        next = copied_row(a, group, r + row_step(), both - pipeline.address);
+        cp_async_wait<1>();
+        sync_warp(); /* others' copies, too */
+#else
+        const Slice slice = slice_of(a, r, 0);
+#endif
         if (!is_read)
             clear_row(a, group, r);
         else
-            process_row(a, pipeline, group, r);
+            process_row(slice, pipeline, group);
+#if COPIES_ROWS
+        pipeline.address = both - pipeline.address;
+#endif
     });
 }
 #endif
@@ -136,7 +152,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 /* The last block to arrive adds the blocks' sums in order, and resets the ticket for the next launch. */
 INLINE void reduce_grid(const Arguments &a, const RowGroup &group)
 {
-    if (threadIdx.x >= 32)
+    if (threadIdx.x >= LOGICAL_WARP)
         return;
     unsigned before = 0;
     if (threadIdx.x == 0) {
@@ -149,12 +165,12 @@ INLINE void reduce_grid(const Arguments &a, const RowGroup &group)
         __threadfence();
         before = atomicAdd(a.ticket, 1u);
     }
-    before = __shfl_sync(0xffffffffu, before, 0);
+    before = (unsigned)shfl((int)before, 0);
     if (before != gridDim.x - 1)
         return;
     __threadfence();
     double sum = 0;
-    for (unsigned b = threadIdx.x; b < gridDim.x; b += 32)
+    for (unsigned b = threadIdx.x; b < gridDim.x; b += LOGICAL_WARP)
         sum += __ldcg(a.partial + b);
     sum = warp_sum(sum);
     if (threadIdx.x == 0) {
@@ -168,7 +184,7 @@ INLINE void run(Arguments a)
 #if SUMS_FROM_MOMENTS
     a.exponent = chernoff_exponent(a.parameters);
 #endif
-    const int index = __shfl_sync(0xffffffffu, (int)threadIdx.x / THREADS_PER_ROW, 0); /* so that the compiler sees it uniform */
+    const int index = shfl((int)threadIdx.x / THREADS_PER_ROW, 0); /* so that the compiler sees it uniform */
     RowGroup group = { (int)threadIdx.x % THREADS_PER_ROW, index, 1 };
     Pipeline pipeline = {};
     if (threadIdx.x < GROUPS)

@@ -122,7 +122,7 @@ INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vecto
     if (!WANT_INPUT || slice.a.label_weight == 0)
         return;
     if (by_vectors)
-        __syncwarp();
+        sync_warp();
     else
         group_sync(group);
 #if RESIDENT /* the label's place on chip may be another row's by now */

@@ -2,7 +2,10 @@
 
    A resident row is spread over the blocks of a cluster. In each, one more warp, the producer, copies tiles of rows into
    the stages of a pipeline in shared memory, as far ahead as there are stages. The row groups take rows in turn: while one
-   waits for the other blocks of its row, another computes. Results depend on the launch shape, which depends on the
+   waits for the other blocks of its row, another computes.
+
+   A short row has a warp, or some lanes of one. They copy it to the chip themselves, each what it will read, while they work on
+   the row before. Rows of other shapes are read from memory again for each pass. Results depend on the launch shape, which depends on the
    device, the vocabulary and the tensors' layout alone. */
 #pragma once
 
@@ -45,9 +48,10 @@ struct Slice {
     INLINE DY *d_target() const { return a.d_target + row * a.d_target_stride; }
 };
 
-#if RESIDENT
-/* The stages' tiles of x; at Y_OFFSET those of y; then every row group's exchange slots; then the barriers: full and empty
-   of each stage, arrivals of each exchange slot; then estimated maxima and labels, of each stage. */
+#if ON_CHIP
+/* The stages' tiles of x, or two rows of it for each group; at Y_OFFSET those of y. Where there are stages, then every row
+   group's exchange slots; then the barriers: full and empty of each stage, arrivals of each exchange slot; then estimated
+   maxima and labels, of each stage. */
 INLINE unsigned char *shared() { return dynamic_shared(); }
 #else
 INLINE unsigned char *shared()
@@ -95,9 +99,10 @@ struct Pipeline {
 #endif
 };
 #else
-struct Pipeline { /* of one row, in registers */
-    Packed<X> x[REGISTER_VECTORS + !REGISTER_VECTORS];
-    Packed<Y> y[REGISTER_VECTORS + !REGISTER_VECTORS];
+struct Pipeline {
+#if COPIES_ROWS
+    int address; /* of the row's first vector of x on chip */
+#endif
 };
 #endif
 
@@ -126,7 +131,13 @@ INLINE unsigned cta_rank() { return 0; }
 INLINE bool is_first_thread(const RowGroup &group) { return group.thread == 0 && cta_rank() == 0; }
 
 /* All threads of the group have come here. */
-INLINE void group_sync(const RowGroup &group) { bar_sync<THREADS_PER_ROW>(group.index + 1); }
+INLINE void group_sync(const RowGroup &group)
+{
+    if constexpr (THREADS_PER_ROW > WARP)
+        bar_sync<THREADS_PER_ROW>(group.index + 1);
+    else
+        sync_warp();
+}
 
 INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
 {
@@ -137,7 +148,11 @@ INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
     const bool together = RESIDENT || (slice.head <= vocab && (unsigned long long)(slice.y() + slice.head) % VECTOR_BYTES == 0
         && (!WANT_INPUT || is_aligned(slice.d_input() + slice.head))
         && (!WANT_TARGET || is_aligned(slice.d_target() + slice.head)));
-    const int vectors = together ? (vocab - slice.head) / WIDTH : 0;
+    int vectors = together ? (vocab - slice.head) / WIDTH : 0;
+    /* A last step that few threads would have: its elements are taken one by one, as the edges are. */
+    const int last = vectors % THREADS_PER_ROW;
+    if (COPIES_ROWS && vocab - (vectors - last) * WIDTH <= THREADS_PER_ROW)
+        vectors -= last;
     slice.body = vectors * WIDTH;
     slice.first = min(vectors, a.slice_vectors * (int)rank);
     slice.vectors = min(vectors - slice.first, a.slice_vectors);
@@ -195,7 +210,11 @@ INLINE void release_row(const Slice &slice, const Pipeline &pipeline, const RowG
 /* A tile's vectors of x in shared memory, by addresses: one register counts and points. */
 INLINE int first_address(const Pipeline &tile) { return (int)shared_address(tile.x()); }
 INLINE int end_address(const Pipeline &tile, int count) { return first_address(tile) + max(count, 0) * X_BYTES; }
+#elif COPIES_ROWS
+INLINE int first_address(const Pipeline &pipeline) { return pipeline.address; }
+#endif
 
+#if ON_CHIP
 /* Of y, where that of x is there */
 INLINE int y_address(int address)
 {
@@ -204,24 +223,52 @@ INLINE int y_address(int address)
 }
 #endif
 
-#if !RESIDENT
-/* The vectors of the row that a thread keeps */
-INLINE void load_row(const Slice &slice, Pipeline &pipeline, const RowGroup &group)
+#if COPIES_ROWS
+static_assert(THREADS_PER_ROW <= WARP);
+
+/* The elements of the row's vectors, of which each thread has copied some */
+INLINE const X *copied_x(const Pipeline &pipeline)
 {
+    return (const X *)(shared() + (first_address(pipeline) - (int)shared_address(shared())));
+}
+INLINE const Y *copied_y(const Pipeline &pipeline)
+{
+    return (const Y *)(shared() + (y_address(first_address(pipeline)) - (int)shared_address(shared())));
+}
+
+/* Where a row that is copied has vectors */
+struct Vectors {
+    int head, count;
+
+    INLINE Slice of(const Arguments &a, unsigned r) const { return { a, r, head, 0, count, count * WIDTH }; }
+};
+
+/* Of the row, if there is one; asks for those that this thread will read. */
+INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
+{
+    Vectors vectors = {};
+    if (r < a.rows) {
+        const Slice slice = slice_of(a, r, 0);
+        vectors = { slice.head, slice.vectors };
+        const X *x = slice.x() + slice.head + group.thread * WIDTH;
+        const Y *y = slice.y() + slice.head + group.thread * WIDTH;
+        address += group.thread * X_BYTES;
+        const int left = slice.vectors - group.thread;
 #pragma unroll
-    for (int i = 0; i < REGISTER_VECTORS; i++)
-        if (group.thread + i * THREADS_PER_ROW < slice.vectors) {
-            const int first = slice.head + (group.thread + i * THREADS_PER_ROW) * WIDTH;
-            pipeline.x[i] = load(slice.x() + first);
-            pipeline.y[i] = load(slice.y() + first);
-        }
+        for (int v = 0; v < SLOT_VECTORS; v += THREADS_PER_ROW)
+            if (v < left) {
+                cp_async<X_BYTES>(address + v * X_BYTES, x + v * WIDTH);
+                cp_async<Y_BYTES>(y_address(address + v * X_BYTES), y + v * WIDTH);
+            }
+    }
+    cp_async_commit();
+    return vectors;
 }
 #endif
 
 /* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the address of its x on chip) for this thread's
-   vectors. FIRST: all but the first tile may still be on their way; LAST: the row is not read again; SHORT: f is, so that it
-   may stand there once for each vector in registers. */
-template <bool FIRST, bool LAST, bool SHORT, typename F>
+   vectors. FIRST: all but the first tile may still be on their way; LAST: the row is not read again. */
+template <bool FIRST, bool LAST, typename F>
 INLINE void each_vector(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F f)
 {
 #if RESIDENT
@@ -236,16 +283,14 @@ INLINE void each_vector(const Slice &slice, Pipeline &pipeline, const RowGroup &
         if (LAST)
             release_stage(tile, group);
     });
+#elif COPIES_ROWS
+    const int first = first_address(pipeline);
+#pragma unroll 1
+    for (int address = first + group.thread * X_BYTES; address < first + slice.vectors * X_BYTES; address += THREADS_PER_ROW * X_BYTES)
+        f(ld_shared<X>(address), ld_shared<Y>(y_address(address)), address - first, address);
 #else
     const X *x = slice.x() + slice.head;
     const Y *y = slice.y() + slice.head;
-    if (REGISTER_VECTORS && SHORT) {
-#pragma unroll
-        for (int i = 0; i < REGISTER_VECTORS; i++)
-            if (group.thread + i * THREADS_PER_ROW < slice.vectors)
-                f(pipeline.x[i], pipeline.y[i], (group.thread + i * THREADS_PER_ROW) * (long long)X_BYTES, 0);
-        return;
-    }
 #pragma unroll 1
     for (int v = group.thread; v < slice.vectors; v += THREADS_PER_ROW)
         f(load(x + v * WIDTH), load(y + v * WIDTH), v * (long long)X_BYTES, 0);
@@ -261,7 +306,7 @@ INLINE void each_first(const Slice &slice, const Pipeline &pipeline, const RowGr
 {
     if (group.thread >= slice.vectors)
         return;
-#if RESIDENT
+#if ON_CHIP
     const Packed<X> x = ld_shared<X>(first_address(pipeline) + group.thread * X_BYTES);
     const Packed<Y> y = ld_shared<Y>(y_address(first_address(pipeline) + group.thread * X_BYTES));
 #else

@@ -152,7 +152,7 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     const Arguments &a = slice.a;
     bool differs = false;
     const auto see = [&](float x, float y) { differs |= input_of(a, x) != target_of(a, y); };
-    each_vector<false, false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+    each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             see(at(x, k), at(y, k));
@@ -470,9 +470,10 @@ INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
 }
 #endif
 
-INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group, unsigned r)
+INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
-    const Slice slice = slice_of(a, r, cta_rank());
+    const Arguments &a = slice.a;
+    const unsigned r = slice.row;
 #if HAS_PEERS
     group.row = r;
     group.sent = 0;
@@ -507,8 +508,8 @@ INLINE void process_row(const Arguments &a, Pipeline &pipeline, RowGroup &group,
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
-            if (threadIdx.x % WARP == 0)
-                near_losses[threadIdx.x / WARP] += weight_of(a, r) * (double)mine;
+            if (threadIdx.x % LOGICAL_WARP == 0)
+                near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
 #if IS_MIXED
             if (WANT_GRADIENT)
                 write_label(slice, group, true);

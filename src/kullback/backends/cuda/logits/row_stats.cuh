@@ -163,7 +163,7 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
     const RowStats::Lows low = stats.lows(a);
-    each_vector<FIRST, false, FIRST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+    each_vector<FIRST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
         stats.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
     });
     each_edge(slice, group, [&](int i) {
@@ -245,13 +245,23 @@ struct Sample {
 };
 
 /* Of one row: by what all its threads read, for then none waits for another lane */
-INLINE RowMax estimated_max(const Slice &slice)
+INLINE RowMax estimated_max(const Slice &slice, const Pipeline &pipeline)
 {
     const Arguments &a = slice.a;
+    const X *x = slice.x();
+    const Y *y = slice.y();
+    unsigned step = a.vocab / 4 + 1;
+#if COPIES_ROWS
+    if (slice.body) {
+        x = copied_x(pipeline);
+        y = copied_y(pipeline);
+        step = (unsigned)slice.body / 4;
+    }
+#endif
     MaxEstimate estimate;
 #pragma unroll
     for (unsigned i = 0; i < 4; i++)
-        estimate.see(a, slice.x()[sample_index(a, i, 4)], slice.y()[sample_index(a, i, 4)]);
+        estimate.see(a, x[min(i * step, a.vocab - 1)], y[min(i * step, a.vocab - 1)]);
     return estimate.raised(a);
 }
 
@@ -262,7 +272,7 @@ INLINE RowMax exact_max(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     const auto see = [&](float x, float y) {
         row_max = { max_nan(row_max.x, input_of(a, x)), max_nan(row_max.y, target_of(a, y)) };
     };
-    each_vector<false, false, IS_EXACT>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+    each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)
             see(at(x, k), at(y, k));
@@ -281,8 +291,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
     wait_tile(pipeline);
     RowMax row_max = *pipeline.row_max();
 #else
-    load_row(slice, pipeline, group);
-    RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice);
+    RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice, pipeline);
 #endif
     stats = row_stats<true>(slice, pipeline, group, row_max);
     if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
