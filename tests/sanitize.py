@@ -1,6 +1,6 @@
 """What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [literal] [topk] [linear]
+    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [short] [literal] [topk] [linear]
 
 Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
 """
@@ -16,8 +16,9 @@ import kullback
 DEVICE, BACKEND = ("cuda", "cuda") if torch.cuda.is_available() else ("cpu", "c")
 KINDS = ("kl", "jensen_shannon", "skew_kl", "total_variation", "renyi")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-# On chip, in clusters of sixteen or eight blocks, of eight or two, and one; streamed or sixteen; short. All odd.
-VOCABULARIES = (128257, 49151, 8193, 600_001, 1001)
+# On chip, in clusters of sixteen or eight blocks, of eight or two, and one; streamed or sixteen; short, of 32, 16 and 8
+# lanes. All odd.
+VOCABULARIES = (128257, 49151, 8193, 600_001, 1001, 321, 201)
 # Elements before a row and in all beside it: none; so many that its gradient has vectors where it has; not so many
 PADDING = ((0, 0), (8, 16), (1, 3))
 
@@ -87,6 +88,15 @@ def labels():
             check(kullback.divergence(a * 1, y, kind, labels=token, inplace=True, **weights), a)
 
 
+def short():
+    """More rows than are in flight at once: each is copied to the chip while the one before is worked on."""
+    count = 14000 if DEVICE == "cuda" else 40
+    for vocab, kind in itertools.product((1001, 321, 201), ("kl", "jensen_shannon", "total_variation")):
+        y = 3 * randn(count, vocab)
+        x, y = (y + randn(count, vocab)).bfloat16().requires_grad_(), y.bfloat16()
+        check(kullback.divergence(x, y, kind, row_weight=torch.arange(count, device=DEVICE) % 5), x)
+
+
 def literal():
     """Probabilities and their logarithms: all rows at once, rows of a block, of a warp, of eight threads, of one."""
     for vocab, dtype, form in itertools.product((4099, 1001, 33, 1), DTYPES, ("probs", "log_probs")):
@@ -137,6 +147,7 @@ if __name__ == "__main__":
     parts = {
         "logits": logits,
         "labels": labels,
+        "short": short,
         "literal": literal,
         "topk": topk,
         "describe": describe,
