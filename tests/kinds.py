@@ -1,10 +1,12 @@
 """What tests know of each kind beside its textbook formula: one table, each exception with its reason."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import mpmath
+import pytest
 import torch
 
 from kullback.divergences import DIVERGENCES, Divergence
@@ -12,6 +14,8 @@ from tests import oracle
 
 INF = math.inf
 KINDS = tuple(DIVERGENCES)
+# With moments, without, and with a finish that is not linear: what backends do in ways of their own
+FEW = ("kl", "jensen_shannon", "renyi")
 
 
 class Facts(NamedTuple):
@@ -24,6 +28,19 @@ class Facts(NamedTuple):
     centred: Callable[..., object] | None = None
     # Whether the textbook's loss of rows that hardly overlap is a float32 that ours has to hold
     holds_far_rows: bool = True
+
+
+def on_each(backends, cases, is_quick=lambda kind, *case: kind in FEW):
+    """(backend, *case) for each case, which begins with its kind.
+
+    To C and the emulated kernels each is minutes' work of a compiler together: what is not quick, `make test-full` has.
+    """
+    params = []
+    for backend, case in itertools.product(backends, cases):
+        is_long = backend in ("c", "emulated") and not is_quick(*case)
+        marks = [pytest.mark.gpu] if backend == "cuda" else [pytest.mark.full] if is_long else []
+        params.append(pytest.param(backend, *case, marks=marks))
+    return params
 
 
 def one_side_zero():

@@ -797,7 +797,11 @@ def run(checks, ranks: Ranks):
         each(ranks)
 
 
-@pytest.mark.parametrize(("checks", "world"), [(SUITE, 2), (ROWS, 3), ([*ROWS, check_dtensors], 4)], ids=[2, 3, 4])
+@pytest.mark.parametrize(
+    ("checks", "world"),
+    [(SUITE, 2), (ROWS, 3), pytest.param([*ROWS, check_dtensors], 4, marks=pytest.mark.full)],
+    ids=[2, 3, 4],
+)
 def test_ranks(checks, world, tmp_path):
     spawn(functools.partial(run, checks), world, tmp_path)
 

@@ -108,9 +108,14 @@ def truth(problem, x, y, upstream):
 
 
 @pytest.mark.parametrize(
-    "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+    ("backend", "kind", "form", "target_form"),
+    kinds.on_each(
+        ("torch", "c", "emulated", "cuda"),
+        LOGITS + MIXED + LITERAL,
+        lambda kind, form, target_form: kind in kinds.FEW or form == target_form == "logits",
+    ),
+    indirect=["backend"],
 )
-@pytest.mark.parametrize(("kind", "form", "target_form"), LOGITS + MIXED + LITERAL)
 def test_a_row_in_pieces_is_the_row(backend, device, generator, kind, form, target_form):
     """Pieces of unlike masses and lengths, one of a single token; rows from far to close."""
     problem, vocab = problem_of(kind, form, target_form), 1003
