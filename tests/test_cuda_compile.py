@@ -227,6 +227,8 @@ def logits_cases():
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
+    for arch in ("sm_75", "sm_80"):  # short rows cache slopes there, too
+        yield Case(arch, "jensen_shannon", "logits", "logits", torch.bfloat16, "short rows, total and gradient")
     for pair in MIXED_PAIRS:
         for mode in ("total and both gradients", "statistics", "sums"):
             yield Case("sm_90a", "alpha", *pair, torch.float16, mode)
@@ -440,7 +442,9 @@ def test_short_rows_fit(vocab, dtypes):
     assert layout.slice_vectors <= shape.slot_vectors
     assert shape.slot_vectors % shape.threads_per_row == 0
     assert shape.y_offset == 2 * shape.groups * shape.slot_vectors * shape.width * x.itemsize
-    assert layout.shared == shape.y_offset // x.itemsize * (x.itemsize + y.itemsize) <= 48 << 10
+    assert layout.shared == shape.y_offset // x.itemsize * (x.itemsize + y.itemsize)
+    declared = shape.groups * (8 + 8 + 16)  # group_losses, near_losses and own_labels
+    assert layout.shared + declared <= 48 << 10
     assert shape.groups >= 1
     assert shape.threads % 32 == 0
     assert 16 <= shape.threads * shape.min_blocks // 32 <= 24

@@ -137,7 +137,8 @@ WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
 # Of rows that are short: so many vectors, at most, are shared by so many lanes
 SHORT_LANES = ((32, 8), (48, 16), (math.inf, 32))
-SHORT_THREADS, SHORT_BYTES = 256, 48 << 10  # of a block, at most: shared memory that every device has, unasked
+# Of a block, at most. With what a kernel declares, every device has 48 KiB of shared memory without being asked.
+SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
 

@@ -124,9 +124,14 @@ INLINE unsigned max_nan_f16x2(unsigned a, unsigned b)
 /* Two halves, which stay finite */
 INLINE unsigned cvt_rn_satfinite_f16x2(float high, float low)
 {
+#if __CUDA_ARCH__ >= 800
     unsigned result;
     asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
+#else
+    const auto finite = [](float x) { return x > 65504 ? 65504 : x < -65504 ? -65504 : x; };
+    return (unsigned)cvt_rn_f16_f32(finite(high)) << 16 | cvt_rn_f16_f32(finite(low));
+#endif
 }
 
 /* The same number, but not to be computed, with what follows from it, before a loop: registers would keep it in there. */
