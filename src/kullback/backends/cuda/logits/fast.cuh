@@ -206,12 +206,10 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 /* The row again, where masses and slopes have taken its place */
 INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
 {
-#if CACHES_SLOPES
+#if CACHES_SLOPES && RESIDENT
     const X *x = slice.x() + slice.head + slice.first * WIDTH;
     const Y *y = slice.y() + slice.head + slice.first * WIDTH;
-#if RESIDENT
     each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
-#pragma unroll 1 /* it is rare, and would take registers */
         for (int v = group.thread; v < count; v += THREADS_PER_ROW) {
             const int address = first_address(tile) + v * X_BYTES;
             st_shared_v4(address, *(const uint4 *)(x + (start + v) * WIDTH));
@@ -219,14 +217,9 @@ INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGr
         }
     });
     group_sync(group);
-#else
-#pragma unroll 1
-    for (int v = group.thread; v < slice.vectors; v += THREADS_PER_ROW) {
-        const int address = first_address(pipeline) + v * X_BYTES;
-        st_shared_v4(address, *(const uint4 *)(x + v * WIDTH));
-        st_shared_v4(y_address(address), *(const uint4 *)(y + v * WIDTH));
-    }
-#endif
+#elif CACHES_SLOPES
+    copied_row(slice.a, group, slice.row, first_address(pipeline));
+    cp_async_wait<0>();
 #endif
 }
 
