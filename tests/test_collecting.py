@@ -34,11 +34,14 @@ def hold(collected, x, labels=None, temperature=1.0, counts=slice(None)):
         torch.testing.assert_close(ours[2], own[counts], rtol=2e-6, atol=3e-6, equal_nan=True)
 
 
-@EVERY
 @pytest.mark.parametrize(
-    ("kind", "dtype", "vocab"),
-    [(kind, *((torch.float32, 2503) if i % 2 else (torch.bfloat16, 61))) for i, kind in enumerate(KINDS)]
-    + [("kl", torch.bfloat16, 2503), ("jensen_shannon", torch.float32, 61)],
+    ("backend", "kind", "dtype", "vocab"),
+    kinds.on_each(
+        ("torch", "c", "emulated", "cuda"),
+        [(kind, *((torch.float32, 2503) if i % 2 else (torch.bfloat16, 61))) for i, kind in enumerate(KINDS)]
+        + [("kl", torch.bfloat16, 2503), ("jensen_shannon", torch.float32, 61)],
+    ),
+    indirect=["backend"],
 )
 def test_every_kind(backend, device, generator, kind, dtype, vocab):
     rows = samples.batch(

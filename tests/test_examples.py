@@ -71,6 +71,7 @@ def test_what_the_sanitizer_watches():
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
         "logits",
         "labels",
+        "short",
         "literal",
         "topk",
         "describe",

@@ -296,8 +296,11 @@ def test_rows_in_phase(addresses, strides, rows, dtypes):
 @pytest.mark.parametrize(
     "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
-@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation", "renyi"])
-@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.0, 2.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperatures"),
+    [(kind, (1.0, 1.0)) for kind in ("kl", "jensen_shannon", "total_variation", "renyi")]
+    + [(kind, (1.0, 2.0)) for kind in ("kl", "jensen_shannon")],
+)
 def test_float32_logits_with_gradients_of_16_bits(backend, device, generator, kind, temperatures):
     """As `linear_divergence` asks for them; each of its own dtype, from states and without, one of them and both."""
     problem = Problem(kind, *(Side("logits", temperature) for temperature in temperatures), *kinds.values(kind))
