@@ -3,6 +3,8 @@
 tests/test_emulated_on_chip.py has rows on it; what a GPU adds is run on one.
 """
 
+import subprocess
+import sys
 from math import inf
 
 import pytest
@@ -86,6 +88,42 @@ def test_more_short_rows_than_groups(backend, generator, kind, dtype, vocab, wan
     for mine, other in zip(torch.autograd.grad(loss, leaves), expected, strict=False):
         assert relative_error(mine[counts], other) < (1e-5 if dtype == torch.float32 else BF16_CACHED)
         assert mine[~counts].count_nonzero() == 0
+
+
+PROTECTED = """
+import ctypes, mmap, pytest, torch, kullback
+from tests import emulation
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 4 * page)
+x = torch.frombuffer(memory, dtype=torch.bfloat16).view(4, page // 2).normal_()
+third = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 2 * page
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(third), page, mmap.PROT_READ & 0) == 0
+with emulation.emulated(pytest.MonkeyPatch()), kullback.backend("cuda"):
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    print(kullback.divergence(x, torch.randn(x.shape).bfloat16(), row_weight=weight, reduction="none")[2].item())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects a page of memory")
+def test_a_short_row_without_weight_is_not_read(backend):
+    done = subprocess.run([sys.executable, "-c", PROTECTED], capture_output=True, text=True)
+    assert done.stdout == "0.0\n", (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("kind", ["jensen_shannon", "skew_kl", "total_variation"])
+@pytest.mark.parametrize("vocab", [130, 777])
+def test_short_rows_whose_slopes_are_nearly_their_mean(backend, generator, kind, vocab):
+    """Sides on other tokens: halves would hold slopes, and lose what they differ by. Each row by itself."""
+    noise = torch.randn(6, 2, vocab, generator=generator)
+    half = torch.arange(vocab) < vocab // 2
+    x, y = noise[:, 0] + 8 * half, noise[:, 1] + 8 * ~half
+    x[3:], y[3:] = 4 * noise[3:, 0], 4 * noise[3:, 1]
+    x, y = x.bfloat16(), y.bfloat16()
+    _, (expected, _) = truth_of(x, y, kind)
+    leaf = x.clone().requires_grad_()
+    (mine,) = torch.autograd.grad(kullback.divergence(leaf, y, kind, reduction="sum", **kinds.parameters(kind)), leaf)
+    for row in range(len(x)):
+        assert relative_error(mine[row], expected[row]) < BF16_CACHED
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.bfloat16) for kind in SMOOTH] + [("kl", torch.float32)])

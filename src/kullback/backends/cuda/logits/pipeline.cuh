@@ -243,11 +243,11 @@ struct Vectors {
     INLINE Slice of(const Arguments &a, unsigned r) const { return { a, r, head, 0, count, count * WIDTH }; }
 };
 
-/* Of the row, if there is one; asks for those that this thread will read. */
+/* Of the row, if there is one that is to be read; asks for those that this thread will read. */
 INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
 {
     Vectors vectors = {};
-    if (r < a.rows) {
+    if (r < a.rows && weight_of(a, r) != 0) {
         const Slice slice = slice_of(a, r, 0);
         vectors = { slice.head, slice.vectors };
         const X *x = slice.x() + slice.head + group.thread * WIDTH;

@@ -208,11 +208,8 @@ struct MaxEstimate {
     }
 };
 
-/* The index of `part` of so many in the row, seldom two at one phase of a mask that repeats itself */
-INLINE unsigned sample_index(const Arguments &a, unsigned part, unsigned parts)
-{
-    return min((a.vocab / parts + 1) * part, a.vocab - 1);
-}
+/* The index of `part` of so many among elements, seldom two at one phase of a mask that repeats itself */
+INLINE unsigned sample_index(unsigned count, unsigned part, unsigned parts) { return min((count / parts + 1) * part, count - 1); }
 
 /* Of some rows at once, each eight lanes' */
 struct Sample {
@@ -228,7 +225,7 @@ struct Sample {
 #if IS_MIXED
         label = loaded_label(a, row);
 #endif
-        const unsigned index = sample_index(a, threadIdx.x % PARTS, PARTS);
+        const unsigned index = sample_index(a.vocab, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[index];
         y = (a.y + row * a.y_stride)[index];
     }
@@ -250,18 +247,18 @@ INLINE RowMax estimated_max(const Slice &slice, const Pipeline &pipeline)
     const Arguments &a = slice.a;
     const X *x = slice.x();
     const Y *y = slice.y();
-    unsigned step = a.vocab / 4 + 1;
+    unsigned count = a.vocab;
 #if COPIES_ROWS
     if (slice.body) {
         x = copied_x(pipeline);
         y = copied_y(pipeline);
-        step = (unsigned)slice.body / 4;
+        count = (unsigned)slice.body;
     }
 #endif
     MaxEstimate estimate;
 #pragma unroll
     for (unsigned i = 0; i < 4; i++)
-        estimate.see(a, x[min(i * step, a.vocab - 1)], y[min(i * step, a.vocab - 1)]);
+        estimate.see(a, x[sample_index(count, i, 4)], y[sample_index(count, i, 4)]);
     return estimate.raised(a);
 }
 
