@@ -228,7 +228,7 @@ def logits_cases():
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
     for arch in ("sm_75", "sm_80"):  # short rows cache slopes there, too
-        yield Case(arch, "jensen_shannon", "logits", "logits", torch.bfloat16, "short rows, total and gradient")
+        yield Case(arch, "total_variation", "logits", "logits", torch.bfloat16, "short rows, total and gradient")
     for pair in MIXED_PAIRS:
         for mode in ("total and both gradients", "statistics", "sums"):
             yield Case("sm_90a", "alpha", *pair, torch.float16, mode)
