@@ -116,7 +116,7 @@ INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup 
 #if RESIDENT
     unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
     each_vector<false, LAST && !FROM_CHIP>(slice, pipeline, group,
-                                                  [&](const Packed<X> &x, const Packed<Y> &y, long long before, int address) {
+                                           [&](const Packed<X> &x, const Packed<Y> &y, long long before, int address) {
         marks = 2 * marks + !now(x, y, before, address);
     });
     marked(marks, Places { slice, pipeline, group });

@@ -183,7 +183,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         all_reduce(a, pipeline, group, by_slope, terms);
     } else {
         each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
-                                                                     int address) { take(x, y, before, address); });
+                                                              int address) { take(x, y, before, address); });
         each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
         by_slope = all_reduced(a, pipeline, group, by_slope);
     }

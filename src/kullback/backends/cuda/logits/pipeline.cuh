@@ -5,8 +5,9 @@
    waits for the other blocks of its row, another computes.
 
    A short row has a warp, or some lanes of one. They copy it to the chip themselves, each what it will read, while they work on
-   the row before. Rows of other shapes are read from memory again for each pass. Results depend on the launch shape, which depends on the
-   device, the vocabulary and the tensors' layout alone. */
+   the row before. Rows of other shapes are read from memory again for each pass.
+
+   Results depend on the launch shape, which depends on the device, the vocabulary and the tensors' layout alone. */
 #pragma once
 
 #include "cuda/logits/arguments.cuh"
