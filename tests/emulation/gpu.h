@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ucontext.h>
+#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -28,11 +29,17 @@ enum { MOST_THREADS = 1024, MOST_BLOCKS = 16, STACK = 1 << 16, WARP = 32, BASE =
 
 struct Barrier { int arrived, turn; };
 
+/* Of 16 bytes to shared memory. A thread's are done when it waits for their group, and no sooner. */
+struct Copy { uint4 *to; const uint4 *from; };
+using Copies = std::vector<Copy>;
+
 struct Block {
     ucontext_t fibers[MOST_THREADS];
     bool done[MOST_THREADS];
     Barrier whole, of_lanes[MOST_THREADS], named[16];
     unsigned long long slots[MOST_THREADS];
+    Copies asked_for[MOST_THREADS];
+    std::vector<Copies> committed[MOST_THREADS];
     alignas(128) unsigned char shared[232448];
 };
 
@@ -83,6 +90,8 @@ static void begin(Block &block, char *stack)
     block.whole = {};
     for (int t = 0; t < threads; t++) {
         block.done[t] = false;
+        block.asked_for[t].clear();
+        block.committed[t].clear();
         getcontext(&block.fibers[t]);
         block.fibers[t].uc_stack.ss_sp = stack + (size_t)t * STACK;
         block.fibers[t].uc_stack.ss_size = STACK;

@@ -63,10 +63,21 @@ INLINE void st_shared_v4(int address, uint4 value) { *gpu::vector_at(address) = 
 template <int BYTES> INLINE void cp_async(int to, const void *from)
 {
     for (int i = 0; i < BYTES; i += 16)
-        *gpu::vector_at(to + i) = *aligned((const uint4 *)((const char *)from + i));
+        gpu::own().asked_for[gpu::current].push_back({ gpu::vector_at(to + i), aligned((const uint4 *)((const char *)from + i)) });
 }
-INLINE void cp_async_commit() {}
-template <int COUNT> INLINE void cp_async_wait() {}
+INLINE void cp_async_commit()
+{
+    gpu::Copies &copies = gpu::own().asked_for[gpu::current];
+    gpu::own().committed[gpu::current].push_back(copies);
+    copies.clear();
+}
+template <int COUNT> INLINE void cp_async_wait()
+{
+    auto &groups = gpu::own().committed[gpu::current];
+    for (; groups.size() > COUNT; groups.erase(groups.begin()))
+        for (const gpu::Copy &copy : groups[0])
+            *copy.to = *copy.from;
+}
 
 INLINE unsigned cluster_ctarank() { return (unsigned)gpu::rank; }
 INLINE unsigned cluster_nctarank() { return (unsigned)gpu::cluster; }

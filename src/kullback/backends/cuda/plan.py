@@ -142,11 +142,6 @@ SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
 
-def is_short(vocab: int, x: torch.dtype, y: torch.dtype) -> bool:
-    """Whether a warp at most has a row of so many logits."""
-    return vocab <= 256 * width(x, y)
-
-
 @functools.cache
 def logits(
     vocab: int,
@@ -167,7 +162,8 @@ def logits(
     of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
     waits for other devices.
     """
-    per_vector, short = width(x, y), is_short(vocab, x, y)
+    per_vector = width(x, y)
+    short = vocab <= 256 * per_vector
     vector_bytes = per_vector * (x.itemsize + y.itemsize)
     vectors = vocab // per_vector
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices

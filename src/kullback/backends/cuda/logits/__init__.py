@@ -304,9 +304,7 @@ def layout(
     """As of plan.logits, which knows no formula."""
     # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
-    # Of short rows no mean slope is predicted, and float16 would lose what slopes differ from it by; a sign is exact.
-    is_fine = not plan.is_short(vocab, x, y) or x == torch.float32 or has_corner(problem.kind)
-    caches = is_kept and is_fine and wants == (True, False) and caches_slopes(problem)
+    caches = is_kept and wants == (True, False) and caches_slopes(problem)
     capped = problem.input.softcap != 0 or problem.target.softcap != 0
     return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, problem.is_mixed, capped, has_peers)
 

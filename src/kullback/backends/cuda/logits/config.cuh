@@ -77,8 +77,9 @@
 #endif
 
 /* Whether the log-ratio's mean under q says which arithmetic to try first, so that close rows need not be summed as if they
-   were far; and with its variance what to expect of slopes that are cached */
-#define FORESEES_CLOSE (HAS_SERIES && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
+   were far; and with its variance what to expect of slopes that are cached. Of short rows only those in 16 bits need it. */
+#define FORESEES_CLOSE \
+    (IS_SMOOTH && (THREADS_PER_ROW > 32 || (CACHES_SLOPES && WIDTH == 8)) && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
 #define HAS_Q_SQUARED (FORESEES_CLOSE && CACHES_SLOPES)
 #if FORESEES_CLOSE
 #undef HAS_Q_LOG_RATIO

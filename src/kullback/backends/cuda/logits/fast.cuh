@@ -103,7 +103,8 @@ INLINE Ratios predicted_ratios(const Slice &slice, Pipeline &pipeline, RowGroup 
     return { mean, fmaxf(variance, 0) };
 }
 
-/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. */
+/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. Of short rows by one,
+   which what is once a row's is much of: that is still among the slopes that count, since MAX_VARIANCE bounds how far they are. */
 INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
 {
     const float deviation = fast_sqrt(3 * ratios.variance), mean = ratios.mean;
@@ -111,7 +112,10 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
         return fast_parts(row.input_max * inverse, (row.target_max + ratio) * inverse, row, a.parameters).slope_q;
     };
-    return fmaxf((slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f), LEAST_MEAN_SLOPE);
+    const float found = THREADS_PER_ROW <= WARP
+        ? slope(mean)
+        : (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f);
+    return fmaxf(found, LEAST_MEAN_SLOPE);
 }
 
 /* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. REFINES: the sum of

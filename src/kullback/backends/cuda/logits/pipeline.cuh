@@ -237,22 +237,24 @@ INLINE const Y *copied_y(const Pipeline &pipeline)
     return (const Y *)(shared() + (y_address(first_address(pipeline)) - (int)shared_address(shared())));
 }
 
-/* Where a row that is copied has vectors */
-struct Vectors {
-    int head, count;
+/* A row that is copied: whether it is there and read, and where it has vectors */
+struct CopiedRow {
+    bool is_read;
+    int head, vectors;
 
-    INLINE Slice of(const Arguments &a, unsigned r) const { return { a, r, head, 0, count, count * WIDTH }; }
+    INLINE Slice slice(const Arguments &a, unsigned r) const { return { a, r, head, 0, vectors, vectors * WIDTH }; }
 };
 
-/* Of the row, if there is one that is to be read; asks for those that this thread will read. */
-INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
+/* Asks for the vectors that this thread will read. */
+INLINE CopiedRow copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
 {
-    Vectors vectors = {};
-    if (r < a.rows && weight_of(a, r) != 0) {
+    CopiedRow row = { r < a.rows && weight_of(a, r) != 0 };
+    if (row.is_read) {
         const Slice slice = slice_of(a, r, 0);
-        vectors = { slice.head, slice.vectors };
-        const X *x = slice.x() + slice.head + group.thread * WIDTH;
-        const Y *y = slice.y() + slice.head + group.thread * WIDTH;
+        row.head = slice.head;
+        row.vectors = slice.vectors;
+        const X *x = opaque(slice.x() + slice.head + group.thread * WIDTH); /* else each copy finds its address from the first */
+        const Y *y = opaque(slice.y() + slice.head + group.thread * WIDTH);
         address += group.thread * X_BYTES;
         const int left = slice.vectors - group.thread;
 #pragma unroll
@@ -263,7 +265,7 @@ INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r,
             }
     }
     cp_async_commit();
-    return vectors;
+    return row;
 }
 #endif
 

@@ -245,20 +245,18 @@ struct Sample {
 INLINE RowMax estimated_max(const Slice &slice, const Pipeline &pipeline)
 {
     const Arguments &a = slice.a;
-    const X *x = slice.x();
-    const Y *y = slice.y();
-    unsigned count = a.vocab;
-#if COPIES_ROWS
-    if (slice.body) {
-        x = copied_x(pipeline);
-        y = copied_y(pipeline);
-        count = (unsigned)slice.body;
-    }
-#endif
     MaxEstimate estimate;
+    const auto see = [&](const X *x, const Y *y, unsigned count) {
 #pragma unroll
-    for (unsigned i = 0; i < 4; i++)
-        estimate.see(a, x[sample_index(count, i, 4)], y[sample_index(count, i, 4)]);
+        for (unsigned i = 0; i < 4; i++)
+            estimate.see(a, x[sample_index(count, i, 4)], y[sample_index(count, i, 4)]);
+    };
+#if COPIES_ROWS
+    if (slice.body) /* apart, so that the compiler knows the pointers' space */
+        see(copied_x(pipeline), copied_y(pipeline), (unsigned)slice.body);
+    else
+#endif
+        see(slice.x(), slice.y(), a.vocab);
     return estimate.raised(a);
 }
 
