@@ -341,6 +341,27 @@ def test_errors(options, error, message):
         kullback.divergence(x, x, **options)
 
 
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda loss, x, labels: torch.vmap(loss)(x, labels),
+        lambda loss, x, labels: torch.func.grad(loss)(x, labels),
+        lambda loss, x, labels: torch.vmap(torch.func.grad(loss))(x, labels),
+    ],
+    ids=["vmap", "grad", "grad in vmap"],
+)
+def test_transforms_see_labels_that_are_no_tokens(transformed):
+    def loss(x, labels):
+        return kullback.divergence(x, torch.zeros_like(x), labels=labels)
+
+    x, labels = torch.randn(3, 2, 8), torch.tensor([[0, 7], [1, -100], [2, 3]])
+    assert transformed(loss, x, labels).isfinite().all()
+    labels[2, 1] = 8
+    with pytest.raises(ValueError, match=r"labels must lie from 0 to 7, or be -100; got 8"):
+        transformed(loss, x, labels)
+
+
+
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dtype):

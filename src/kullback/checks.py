@@ -32,7 +32,7 @@ from kullback.problem import (
     Weights,
     accumulator,
 )
-from kullback.tracing import has_memory, in_functorch, is_symbolic, is_traced
+from kullback.tracing import has_memory, in_functorch, is_symbolic, is_traced, untransformed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -336,9 +336,11 @@ def labels(given: Tensor, input: Tensor) -> Tensor:
 
 
 def check_tokens(labels: Tensor, vocab: int) -> None:
-    """That they are tokens, or IGNORED. On a device those that are not stop it, as in torch; a transform sees none."""
+    """That they are tokens, or IGNORED. On a device those that are not stop it, as in torch."""
     if in_functorch():
-        return
+        if torch.compiler.is_compiling():  # a transform that is compiled sees no values
+            return
+        labels = untransformed(labels)
     right = (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")

@@ -17,6 +17,10 @@ _jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
 is_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
 )  # by is_grads_batched
+_is_wrapped: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
+_unwrapped: Callable[[Tensor], Tensor] = getattr(torch._C._functorch, "get_unwrapped", lambda tensor: tensor)
 _forward_ad = torch.autograd.forward_ad
 UNLIKELY = 0.72317  # a bound that no check of an option has: what a check found is known of a symbol
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -53,3 +57,10 @@ def is_symbolic(number: float) -> bool:
 def in_functorch() -> bool:
     """Whether a transform of torch.func is active: then `requires_grad` says nothing of an outer level's."""
     return bool(_functorch_is_active())
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """The tensor that transforms of torch.func have wrapped: of vmap all problems' values."""
+    while _is_wrapped(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor
