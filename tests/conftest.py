@@ -8,6 +8,17 @@ import torch
 import kullback
 from kullback.backends import build, c
 from tests import emulation
+from tests.kinds import FEW
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A kernel for each kind is minutes' work of a compiler together."""
+    for item in items:
+        if item.get_closest_marker("few_kinds"):
+            given = item.callspec.params
+            if given["backend"] in ("c", "emulated") and given["kind"] not in FEW:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

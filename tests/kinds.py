@@ -1,6 +1,5 @@
 """What tests know of each kind beside its textbook formula: one table, each exception with its reason."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -30,17 +29,8 @@ class Facts(NamedTuple):
     holds_far_rows: bool = True
 
 
-def on_each(backends, cases, is_quick=lambda kind, *case: kind in FEW):
-    """(backend, *case) for each case, which begins with its kind.
-
-    To C and the emulated kernels each is minutes' work of a compiler together: what is not quick, `make test-full` has.
-    """
-    params = []
-    for backend, case in itertools.product(backends, cases):
-        is_long = backend in ("c", "emulated") and not is_quick(*case)
-        marks = [pytest.mark.gpu] if backend == "cuda" else [pytest.mark.full] if is_long else []
-        params.append(pytest.param(backend, *case, marks=marks))
-    return params
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+EVERY_BACKEND = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
 
 
 def one_side_zero():

@@ -5,12 +5,9 @@ import torch
 
 import kullback
 from tests import emulation, kinds, samples
-from tests.kinds import KINDS
+from tests.kinds import EVERY_BACKEND, KINDS
 from tests.samples import EVERY_7TH, apart, dead, equal, far, masked, sample
 from tests.tolerances import relative_error
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-EVERY = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
 
 
 def definitions(x, labels=None, temperature=1.0):
@@ -34,14 +31,12 @@ def hold(collected, x, labels=None, temperature=1.0, counts=slice(None)):
         torch.testing.assert_close(ours[2], own[counts], rtol=2e-6, atol=3e-6, equal_nan=True)
 
 
+@EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(
-    ("backend", "kind", "dtype", "vocab"),
-    kinds.on_each(
-        ("torch", "c", "emulated", "cuda"),
-        [(kind, *((torch.float32, 2503) if i % 2 else (torch.bfloat16, 61))) for i, kind in enumerate(KINDS)]
-        + [("kl", torch.bfloat16, 2503), ("jensen_shannon", torch.float32, 61)],
-    ),
-    indirect=["backend"],
+    ("kind", "dtype", "vocab"),
+    [(kind, *((torch.float32, 2503) if i % 2 else (torch.bfloat16, 61))) for i, kind in enumerate(KINDS)]
+    + [("kl", torch.bfloat16, 2503), ("jensen_shannon", torch.float32, 61)],
 )
 def test_every_kind(backend, device, generator, kind, dtype, vocab):
     rows = samples.batch(
@@ -82,7 +77,7 @@ def test_rows_on_chip(backend, generator, monkeypatch, kind):
     hold(collected, rows.x, temperature=1.5)
 
 
-@EVERY
+@EVERY_BACKEND
 def test_capped_padded_in_place_and_what_is_not_finite(backend, device, generator):
     x, y = (sample("logits", (2, 3, 70), generator, torch.float32) for _ in range(2))
     leaf = x.to(device, copy=True).requires_grad_()

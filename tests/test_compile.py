@@ -60,11 +60,17 @@ def linear_topk(given, reduction, **options):
     )
 
 
+def calls(call, *reductions, longer=()):
+    """The longer are for `make test-full`: each takes a compiler seconds."""
+    yield from ((call, reduction) for reduction in reductions)
+    yield from (pytest.param(call, reduction, marks=pytest.mark.full) for reduction in longer)
+
+
 CALLS = [
-    *((divergence, reduction) for reduction in ("mean", "sum", "none")),
-    *((kl_div, reduction) for reduction in ("mean", "batchmean", "sum", "none")),
-    *((topk, reduction) for reduction in ("mean", "none")),
-    *((linear, reduction) for reduction in ("mean", "none")),
+    *calls(divergence, "mean", "none", longer=["sum"]),
+    *calls(kl_div, "batchmean", "none", longer=["mean", "sum"]),
+    *calls(topk, "mean", "none"),
+    *calls(linear, "mean", "none"),
     (linear_topk, "mean"),
 ]
 names = lambda value: getattr(value, "__name__", None) or str(value)

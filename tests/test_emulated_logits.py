@@ -126,6 +126,7 @@ def test_short_rows_whose_slopes_are_nearly_their_mean(backend, generator, kind,
         assert relative_error(mine[row], expected[row]) < BF16_CACHED
 
 
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(("kind", "dtype"), [(kind, torch.bfloat16) for kind in SMOOTH] + [("kl", torch.float32)])
 def test_close_rows_and_elements_that_are_not(backend, generator, kind, dtype):
     """Close in most tokens; far in few of them; in all but the one that has the mass; masked in many, or on one side.

@@ -8,12 +8,10 @@ import torch.nn.functional as F
 
 import kullback
 from tests import emulation, kinds, oracle, samples
-from tests.kinds import KINDS
+from tests.kinds import EVERY_BACKEND, KINDS
 from tests.samples import apart, at, dead, equal, far, sample
 from tests.tolerances import BF16_GRADIENT, FLOAT_GRADIENT, LOSS, gradient, relative_error
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-EVERY = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
 WEIGHTS = {"divergence_weight": 0.7, "label_weight": 0.3, "z_weight": 1e-3}
 
 
@@ -46,18 +44,16 @@ def rows_of(generator, vocab, dtype):
     return rows, labels
 
 
+@EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(
-    ("backend", "kind", "dtype", "vocab"),
-    kinds.on_each(
-        ("torch", "c", "emulated", "cuda"),
-        [
-            (kind, dtype, vocab)
-            for i, kind in enumerate(KINDS)
-            for j, (dtype, vocab) in enumerate([(torch.float32, 2503), (torch.bfloat16, 61)])
-            if i % 2 == j or kind in ("kl", "jensen_shannon")
-        ],
-    ),
-    indirect=["backend"],
+    ("kind", "dtype", "vocab"),
+    [
+        (kind, dtype, vocab)
+        for i, kind in enumerate(KINDS)
+        for j, (dtype, vocab) in enumerate([(torch.float32, 2503), (torch.bfloat16, 61)])
+        if i % 2 == j or kind in ("kl", "jensen_shannon")
+    ],
 )
 def test_every_kind(backend, device, generator, kind, dtype, vocab):
     rows, labels = rows_of(generator, vocab, dtype)
@@ -83,7 +79,7 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
             assert mine.cpu()[~counts].count_nonzero() == 0
 
 
-@EVERY
+@EVERY_BACKEND
 def test_of_a_sure_and_right_student_little_is_left(backend, device, generator):
     """The label's gradient is q - 1, which rounding q to 16 bits before would lose."""
     x = sample("logits", (4, 1000), generator, torch.float32)
@@ -98,7 +94,7 @@ def test_of_a_sure_and_right_student_little_is_left(backend, device, generator):
     assert relative_error(mine[:, 5].cpu(), expected[:, 5]) < gradient(torch.bfloat16)
 
 
-@EVERY
+@EVERY_BACKEND
 @pytest.mark.parametrize("label_weight", [0.3, 3e-3])
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "chi2", "jensen_shannon"])
 def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_weight):
@@ -148,7 +144,7 @@ def test_rows_on_chip(backend, generator, monkeypatch, kind, vocab, dtype):
         assert relative_error(mine[counts], expected) < (FLOAT_GRADIENT if dtype == torch.float32 else BF16_GRADIENT)
 
 
-@EVERY
+@EVERY_BACKEND
 @pytest.mark.parametrize("inplace", [False, True])
 def test_temperature_scale_cap_padding_and_the_logits_place(backend, device, generator, inplace):
     x, y = (sample("logits", (6, 70), generator, torch.float32) for _ in range(2))
@@ -177,7 +173,7 @@ def test_temperature_scale_cap_padding_and_the_logits_place(backend, device, gen
     assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
 
 
-@EVERY
+@EVERY_BACKEND
 @pytest.mark.parametrize(
     ("form", "target_form"), [("logits", "probs"), ("log_probs", "log_probs"), ("probs", "logits")]
 )
@@ -204,7 +200,7 @@ def test_forms(backend, device, generator, form, target_form):
     assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
 
 
-@EVERY
+@EVERY_BACKEND
 def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator):
     x = sample("logits", (3, 4, 77), generator, torch.float32).to(device)
     labels = torch.randint(0, 77, (3, 4), generator=generator).to(device)
@@ -223,7 +219,7 @@ def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator)
         assert mine[0][1, 2].count_nonzero() == 0
 
 
-@EVERY
+@EVERY_BACKEND
 def test_z_loss_alone_and_without_labels(backend, device, generator):
     x, y = (sample("logits", (4, 90), generator, torch.float32) for _ in range(2))
     leaf = x.double().requires_grad_()
@@ -235,7 +231,7 @@ def test_z_loss_alone_and_without_labels(backend, device, generator):
     assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
 
 
-@EVERY
+@EVERY_BACKEND
 def test_a_masked_label_costs_infinitely_much(backend, device):
     x, y = torch.zeros(2, 50), torch.zeros(2, 50)
     x[0, 7] = y[0, 7] = -math.inf
@@ -359,7 +355,6 @@ def test_transforms_see_labels_that_are_no_tokens(transformed):
     labels[2, 1] = 8
     with pytest.raises(ValueError, match=r"labels must lie from 0 to 7, or be -100; got 8"):
         transformed(loss, x, labels)
-
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])

@@ -38,11 +38,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "dtype", "target_form", "caps"),
-    kinds.on_each(("torch", "c", "cuda"), CASES),
-    indirect=["backend"],
-)
+@pytest.mark.few_kinds
+@pytest.mark.parametrize(("kind", "dtype", "target_form", "caps"), CASES)
 def test_scales_caps_and_valid_vocabulary(kind, dtype, target_form, caps, backend, device, generator):
     tight = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float64: 1e-12}[dtype]
     for x_vocab, y_vocab, valid in [(70, 64, 61), (64, 72, 64), (4104, 4096, 4090)]:

@@ -1,7 +1,6 @@
 """What a PyTorch operator owes: opcheck, gradcheck, transforms, compile, export, autocast, graphs, no syncs."""
 
 import functools
-import itertools
 import math
 import warnings
 
@@ -22,11 +21,9 @@ def pair(form, shape, generator, device, dtype=torch.float64):
     return [sample(form, shape, generator, dtype, 1.0).to(device).requires_grad_() for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "form"),
-    kinds.on_each(("torch", "c", "cuda"), itertools.product(KINDS, oracle.FORMS)),
-    indirect=["backend"],
-)
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_and_gradgradcheck(kind, form, backend, device, generator):
     x, y = pair(form, (3, 5), generator, device)
     weight = torch.tensor([1.0, 0.0, 0.4], device=device, dtype=torch.float64)
@@ -46,11 +43,9 @@ def test_gradcheck_and_gradgradcheck(kind, form, backend, device, generator):
             assert torch.autograd.gradgradcheck(function, (x, y), nondet_tol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "form"),
-    kinds.on_each(("torch", "c", "cuda"), itertools.product(SMOOTH, ("logits", "log_probs", "probs"))),
-    indirect=["backend"],
-)
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("form", oracle.FORMS)
+@pytest.mark.parametrize("kind", SMOOTH)
 def test_second_derivatives_with_tokens_masked(kind, form, backend, device, generator):
     """A token without mass on either side is as if it were not there, for derivatives of derivatives too."""
     x, y = (t.detach() for t in pair(form, (3, 8), generator, device))
@@ -106,9 +101,8 @@ def test_zeros_that_are_not_stored(backend, device):
     assert kullback.divergence(zeros, zeros, row_weight=torch._efficientzerotensor((3,), device=device)) == 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"), kinds.on_each(("torch", "c", "cuda"), [(kind,) for kind in KINDS]), indirect=["backend"]
-)
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("kind", KINDS)
 def test_another_default_device(kind, backend, device, generator):
     """What a call makes for itself lies where its tensors do."""
     x, y = (t.detach().float() for t in pair("logits", (3, 7), generator, device))

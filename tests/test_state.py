@@ -25,7 +25,7 @@ from kullback.state import (
 )
 from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
-from tests.kinds import KINDS
+from tests.kinds import EVERY_BACKEND, KINDS
 from tests.samples import masked, sample
 from tests.tolerances import relative_error
 
@@ -107,15 +107,9 @@ def truth(problem, x, y, upstream):
     return losses.detach(), *torch.autograd.grad(losses, (x, y), upstream)
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "form", "target_form"),
-    kinds.on_each(
-        ("torch", "c", "emulated", "cuda"),
-        LOGITS + MIXED + LITERAL,
-        lambda kind, form, target_form: kind in kinds.FEW or form == target_form == "logits",
-    ),
-    indirect=["backend"],
-)
+@EVERY_BACKEND
+@pytest.mark.few_kinds
+@pytest.mark.parametrize(("kind", "form", "target_form"), LOGITS + MIXED + LITERAL)
 def test_a_row_in_pieces_is_the_row(backend, device, generator, kind, form, target_form):
     """Pieces of unlike masses and lengths, one of a single token; rows from far to close."""
     problem, vocab = problem_of(kind, form, target_form), 1003
@@ -146,9 +140,8 @@ def test_a_row_in_pieces_is_the_row(backend, device, generator, kind, form, targ
             assert relative_error(mine[row], exact[row]) < bound, (name, row)
 
 
-@pytest.mark.parametrize(
-    "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
+@EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jensen_shannon", "total_variation", "chi2", "alpha"])
 def test_pieces_that_lack_a_side(backend, device, generator, kind):
     """A piece of which the teacher, the student or both mask every token; and one that neither has."""
@@ -171,17 +164,16 @@ def test_pieces_that_lack_a_side(backend, device, generator, kind):
         torch.testing.assert_close(mine, once, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
-def test_identical_pieces_give_nothing(backend, device, generator):
+@EVERY_BACKEND
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("kind", KINDS)
+def test_identical_pieces_give_nothing(backend, device, generator, kind):
     x = sample("logits", (3, 300), generator).to(device)
     upstream = torch.ones(3, dtype=torch.float64, device=device)
-    for kind in KINDS:
-        losses, *gradients = in_pieces(problem_of(kind, "logits"), x, x.clone(), upstream, (100, 200))
-        assert (losses == 0).all()
-        for found in gradients:
-            assert found.abs().max() < 1e-7
+    losses, *gradients = in_pieces(problem_of(kind, "logits"), x, x.clone(), upstream, (100, 200))
+    assert (losses == 0).all()
+    for found in gradients:
+        assert found.abs().max() < 1e-7
 
 
 logits = st.lists(st.one_of(st.floats(-1e4, 1e4), st.just(float("-inf"))), min_size=0, max_size=12)

@@ -8,12 +8,9 @@ import torch
 
 import kullback
 from tests import kinds, oracle
-from tests.kinds import FACTS, KINDS, SMOOTH
+from tests.kinds import EVERY_BACKEND, FACTS, KINDS, SMOOTH
 from tests.samples import sample
 from tests.tolerances import LOSS, relative_error
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-EVERY_BACKEND = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
 
 INF, NAN = math.inf, math.nan
 TINY = 1e-42  # subnormal in float32
@@ -293,6 +290,7 @@ def test_backward_of_each_row_is_that_of_the_sum(kind, student, teacher, paramet
 
 
 @EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.7}, {"logit_scale": 1.3}, {"temperature": 0.7, "target_temperature": 1.0}]
 )
@@ -454,6 +452,7 @@ def test_a_mass_over_none_that_a_power_makes_infinite(kind, options, form, backe
 
 
 @EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forms", [("logits", "logits"), ("logits", "log_probs"), ("log_probs", "log_probs")])
 def test_masks_of_both_sides(kind, forms, backend, device):
@@ -487,6 +486,7 @@ def test_a_small_mass_over_none_is_infinite(kind, logit, backend, device):
 
 
 @EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(("vocab", "scale", "offset"), [(1000, 1.0, 0.0), (2503, 1.0, 0.0), (1000, 0.9, -1000.0)])
 @pytest.mark.parametrize("kind", SMOOTH)
 def test_gradients_of_rows_that_one_token_has(kind, vocab, scale, offset, backend, device, generator):

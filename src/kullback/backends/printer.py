@@ -126,46 +126,73 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
 
 @functools.cache
 def print_near_terms() -> str:
-    """`Terms near_terms(r, root)` of an element by its log-ratio, below NEAR_RADIUS, and √(p·q): polynomials of r.
+    """Terms of elements whose log-ratio r is below NEAR_RADIUS, as polynomials of r over √(p·q).
 
-    Each is in two parts, of even powers and of odd ones. Parts that differ by a factor of 2 or a sign are printed
-    once: kinds of which one is the other with p and q exchanged have them in common, and |p - q| has those of q - p.
+    `NearSums near_sums(r, root)` are of an element what terms are made of: √(p·q)·r^k times polynomials of r², of even
+    powers and of odd ones. What differs by a factor alone is one: kinds of which one is the other with p and q
+    exchanged share them, and |p - q| is the size of q - p. `Terms near_terms(sums)` are those of their sums.
     """
     parts: list[tuple[float, ...]] = []
-    lines = []
-    for name, (variable, first, factors) in _near_polynomials().items():
-        even, odd = (_part(factors[start::2], parts) for start in (0, 1))
-        polynomial = f"{even} + {variable} * ({odd})" if odd else even
-        root = "SIGNED(root)" if name == "slope" else "root"
-        lines.append(f"    terms.{name} = {' * '.join([root, *[variable] * first, f'({polynomial})'])};\n")
+    sums: dict[tuple[int, int, bool], str] = {}  # by the power of r, the part, and whether it is the size
+    terms = []
+    for name, (is_size, first, factors) in _near_polynomials().items():
+        summands = []
+        for start in (0, 1):
+            if (found := _part(factors[start::2], parts)) is not None:
+                scale, part = found
+                own = sums.setdefault((first + start, part, is_size), f"s{len(sums)}")
+                summands.append(f"(real){scale!r} * sums.{own}")
+        terms.append(f"    terms.{name} = {' + '.join(summands)};\n")
     printed = [f"    const real part{i} = {_horner(factors)};\n" for i, factors in enumerate(parts)]
+    products: dict[tuple[int, int], str] = {}
+    for power, part in sorted({key[:2] for key in sums}):
+        lower = products.get((power - 1, part))
+        products[power, part] = name = f"part{part}_{power}"
+        value = f"root{power} * part{part}" if lower is None else f"r * {lower}"
+        printed.append(f"    const real {name} = {value};\n")
+    values = [
+        f"    sums.{name} = {_sized(power, products[power, part]) if is_size else products[power, part]};\n"
+        for (power, part, is_size), name in sums.items()
+    ]
     return f"""\
 #define NEAR_RADIUS (real){WIDE.radius!r}
-#define SIGNED(x) real_copysign(x, r)
-INLINE Terms near_terms(real r, real root)
+#define EACH_NEAR_SUM(apply) {" ".join(f"apply({name})" for name in sums.values())}
+#define NEAR_SUMS {", ".join(sums.values())}
+typedef struct {{ real {", ".join(sums.values())}; }} NearSums;
+INLINE NearSums near_sums(real r, real root)
 {{
-    const real size = safe_abs(r), square = r * r;
-{"".join(printed)}    Terms terms;
-{"".join(lines)}    return terms;
+    const real square = r * r, root0 = root, root1 = root * r, root2 = root1 * r, root3 = root2 * r;
+{"".join(printed)}    NearSums sums;
+{"".join(values)}    return sums;
+}}
+INLINE Terms near_terms(NearSums sums)
+{{
+    Terms terms;
+{"".join(terms)}    return terms;
 }}
 """
 
 
-def _near_polynomials() -> dict[str, tuple[str, int, tuple[float, ...]]]:
-    """Of each term, over √(p·q), what it is a polynomial of, that one's first power, and the factors."""
+def _sized(power: int, product: str) -> str:
+    """√(p·q)·|r|^k times a polynomial that is positive; of the slope, which has no power, with the sign of r."""
+    return f"safe_abs({product})" if power else f"real_copysign({product}, r)"
+
+
+def _near_polynomials() -> dict[str, tuple[bool, int, tuple[float, ...]]]:
+    """Of each term, over √(p·q), whether it is a polynomial of |r| or of r, that one's first power, and the factors."""
 
     def fitted(values_of: Callable[[Tensor], Tensor], first: int) -> tuple[float, ...]:
         factors = shortest_fit(values_of, first, NEAR_TOLERANCE, range(1, MOST_TERMS + 1))
         assert factors is not None, "no polynomial reaches"
         return factors
 
-    def of_kind(kind: str) -> tuple[str, int, tuple[float, ...]]:
+    def of_kind(kind: str) -> tuple[bool, int, tuple[float, ...]]:
         term, first = term_over_root(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
-        return "size" if has_corner(kind) else "r", first, fitted(term, first)
+        return has_corner(kind), first, fitted(term, first)
 
     return {kind: of_kind(kind) for kind in DESCRIBED} | {
-        "q_minus_p": ("r", 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1)),
-        "slope": ("size", 0, (_slope(),)),
+        "q_minus_p": (False, 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1)),
+        "slope": (True, 0, (_slope(),)),
     }
 
 
@@ -178,16 +205,16 @@ def _slope() -> float:
     return round(float(element.d_log_p - element.d_log_q), 6)
 
 
-def _part(factors: tuple[float, ...], parts: list[tuple[float, ...]]) -> str:
-    """A polynomial of the square, as one of `parts`, which it may become, times a factor; or nothing."""
+def _part(factors: tuple[float, ...], parts: list[tuple[float, ...]]) -> tuple[float, int] | None:
+    """A polynomial of the square, as a factor times one of `parts`, which it may become; None of nothing."""
     own = torch.tensor(factors, dtype=torch.float32, device="cpu")
     if not bool(own.any()):
-        return ""
+        return None
     for scale in (1.0, -1.0, 2.0, -2.0, 0.5, -0.5):
         if (known := tuple((own / scale).tolist())) in parts:
-            return f"(real){scale!r} * part{parts.index(known)}"
+            return scale, parts.index(known)
     parts.append(tuple(own.tolist()))
-    return f"part{len(parts) - 1}"
+    return 1.0, len(parts) - 1
 
 
 def _horner(factors: tuple[float, ...]) -> str:

@@ -73,7 +73,7 @@ INLINE Terms mixed_terms(real x, real y, Row row)
 {
     const real ratio = ratio_of(x, y, &row);
     const int is_near = safe_abs(ratio) < NEAR_RADIUS;
-    const Terms near = near_terms(is_near ? ratio : 0, root_of(x, y, &row)), far = fast_terms(x, y, row);
+    const Terms near = near_terms(near_sums(is_near ? ratio : 0, root_of(x, y, &row))), far = fast_terms(x, y, row);
     Terms terms;
 #define CHOOSE(kind) terms.kind = is_near ? near.kind : far.kind;
     EACH_KIND(CHOOSE)
@@ -102,21 +102,21 @@ INLINE Terms mixed_terms(real x, real y, Row row)
 /* By polynomials, as if all were near; returns the longest log-ratio, infinite of NaN. */
 INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
 {
-    EACH_KIND(ZERO)
-    real q_minus_p = 0, slope = 0, longest = 0;
+    EACH_NEAR_SUM(ZERO)
+    real longest = 0;
     (void)softcaps;
-#pragma omp simd reduction(+: KINDS, q_minus_p, slope) reduction(max: longest)
+    PRAGMA(omp simd reduction(+: NEAR_SUMS) reduction(max: longest))
     for (int64_t i = 0; i < n; i++) {
         const real own = COUNTED_X(LOAD_X(x[i])), other = COUNTED_Y(LOAD_Y(y[i]));
         const real ratio = ratio_of(own, other, &row), size = safe_abs(ratio), of_number = size < REAL_INFINITY ? size : REAL_INFINITY;
-        const Terms terms = near_terms(ratio, root_of(own, other, &row));
+        const NearSums more = near_sums(ratio, root_of(own, other, &row));
         longest = of_number > longest ? of_number : longest;
-        EACH_KIND(ADD_TERM)
-        q_minus_p += terms.q_minus_p;
-        slope += terms.slope;
+#define ADD_MORE(sum) sum += more.sum;
+        EACH_NEAR_SUM(ADD_MORE)
     }
     if (longest < NEAR_RADIUS) {
-#define ADD_NEAR(kind) sums->kind += kind;
+        const Terms terms = near_terms((NearSums) { NEAR_SUMS });
+#define ADD_NEAR(kind) sums->kind += terms.kind;
         EACH_KIND(ADD_NEAR)
         ADD_NEAR(q_minus_p)
         ADD_NEAR(slope)

@@ -11,13 +11,27 @@ namespace kullback {
 enum { WARPS = THREADS / WARP, SIDES = 1 + HAS_TARGET };
 
 #if HAS_TARGET
-#define ADD_TERM(kind) sums.kind += factor * terms.kind;
+/* Far elements whose places a thread keeps: a warp waits for its longest lane, so that many at once are found sooner. */
+enum { MOST_FAR = 32 };
+
+/* As of `Packed` */
+template <typename T> struct One {
+    T element[1];
+};
+template <typename T> INLINE real at(const One<T> &value, int) { return to_real(value.element[0]); }
+
+INLINE void add_to(NearSums &sums, const NearSums &more)
+{
+#define ADD_SUM(sum) sums.sum += more.sum;
+    EACH_NEAR_SUM(ADD_SUM)
+}
 
 INLINE void add_to(Terms &sums, const Terms &terms, real factor = 1)
 {
+#define ADD_TERM(kind) sums.kind += factor * terms.kind;
     EACH_KIND(ADD_TERM)
-    sums.q_minus_p += factor * terms.q_minus_p;
-    sums.slope += factor * terms.slope;
+    ADD_TERM(q_minus_p)
+    ADD_TERM(slope)
 }
 
 /* The terms of a row's elements: of near ones by polynomials of their log-ratios, of others by the formula. */
@@ -61,9 +75,9 @@ struct Pair {
         return safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high,
                                      row.log_z_diff_low);
     }
-    INLINE real root(real x, real y) const
+    INLINE real root_exponent(real x, real y) const
     {
-        return ex2(fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less)));
+        return fmaf(x - row.input_max, x_half, fmaf(y - row.target_max, y_half, -less));
     }
 #endif
     INLINE Terms far_terms(real x, real y) const
@@ -75,71 +89,121 @@ struct Pair {
         return safe_terms(x, y, row);
     }
 
-    /* x(j) and y(j) are the elements, and again those that are read. */
-    template <int COUNT, typename F, typename G, typename H, typename I>
-    INLINE void add(Terms &sums, F x, G y, H read_x, I read_y) const
+    /* Adds those of COUNT elements that are near; returns which are not. All of a warp call. */
+    template <int COUNT, typename F, typename G> INLINE unsigned add_near(NearSums &sums, F x, G y, bool is_here) const
     {
-        Terms part = {};
-        unsigned far = (1u << COUNT) - 1; /* which elements are */
-#if !REAL_IS_DOUBLE
-        far = 0;
+#if REAL_IS_DOUBLE
+        return is_here ? (1u << COUNT) - 1 : 0;
+#else
+        real ratios[COUNT], exponents[COUNT], longest = 0;
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
-            const real own = x(j), other = y(j), log_ratio = ratio(own, other);
-            const bool is_near = safe_abs(log_ratio) < NEAR_RADIUS;
-            far |= is_near ? 0 : 1u << j;
-            /* All terms of r = 0 are 0 but the slope, by which a rounding is multiplied. */
-            add_to(part, near_terms(is_near ? log_ratio : 0, root(own, other)));
+            ratios[j] = ratio(x(j), y(j));
+            exponents[j] = root_exponent(x(j), y(j));
+            longest = max_nan(longest, safe_abs(ratios[j]));
         }
-#endif
-#pragma unroll 1
-        for (; far; far &= far - 1) { /* read again: registers have no index */
-            const int j = __ffs((int)far) - 1;
-            add_to(part, far_terms(read_x(j), read_y(j)), 2 - rest); /* over rest, which is as near to 1 */
-        }
+        unsigned far = 0;
+        if (!warp_all(longest < NEAR_RADIUS || !is_here))
+#pragma unroll
+            for (int j = 0; j < COUNT; j++) { /* all sums of r = 0 are 0 but the slope's, by which a rounding is multiplied */
+                const bool is_near = safe_abs(ratios[j]) < NEAR_RADIUS;
+                far |= is_near ? 0 : 1u << j;
+                ratios[j] = is_near ? ratios[j] : 0;
+            }
+        if (!is_here)
+            return 0;
+        NearSums part = {};
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            add_to(part, near_sums(ratios[j], ex2(exponents[j])));
         add_to(sums, part);
+        return far;
+#endif
+    }
+};
+
+/* A row's elements, and of their sums this thread's parts */
+struct PairSums {
+    const Pair &pair;
+    const X *x;
+    const Y *y;
+    real x_cap, y_cap;
+    int (*far_places)[THREADS];
+    NearSums near = {};
+    Terms far = {};
+    int count = 0; /* of far elements that are still to be added */
+
+    INLINE real input(real own) const { return counted(own, x_cap, INPUT_IS_CAPPED) - pair.x_less; }
+    INLINE real target(real other) const { return counted(other, y_cap, TARGET_IS_CAPPED) - pair.y_less; }
+
+    /* Elements from that place on, as of a vector; a thread that is not here has none. All of a warp call. */
+    template <typename A, typename B> INLINE void take(const A &own, const B &other, int place, bool is_here)
+    {
+        enum { COUNT = sizeof(own.element) / sizeof(own.element[0]) };
+        unsigned of_far = pair.add_near<COUNT>(near, [&](int j) { return input(at(own, j)); },
+                                               [&](int j) { return target(at(other, j)); }, is_here);
+#pragma unroll 1
+        for (; of_far; of_far &= of_far - 1)
+            far_places[count++][threadIdx.x] = place + __ffs((int)of_far) - 1;
+    }
+    INLINE bool has_room(int more) const { return warp_all(count <= MOST_FAR - more); }
+    INLINE void add_far()
+    {
+#pragma unroll 1
+        while (count) {
+            const int i = far_places[--count][threadIdx.x];
+            add_to(far, pair.far_terms(input(to_real(x[i])), target(to_real(y[i]))), 2 - pair.rest); /* over rest, near 1 */
+        }
     }
 };
 
 INLINE Terms sums_of(const X *x, const Y *y, int vocab, const Pair &pair, real x_cap, real y_cap)
 {
-    Terms sums = {};
-    const auto input = [&](real x) { return counted(x, x_cap, INPUT_IS_CAPPED) - pair.x_less; };
-    const auto target = [&](real y) { return counted(y, y_cap, TARGET_IS_CAPPED) - pair.y_less; };
+    __shared__ int far_places[MOST_FAR][THREADS];
+    PairSums sums = { pair, opaque(x), opaque(y), x_cap, y_cap, far_places }; /* else each vector's address begins with the row's */
     /* Vectors where both sides' begin at the same element; the rest one by one */
     const Cover<X> cover(x, vocab, head_of(x, vocab) == head_of(y, vocab));
-    int v = (cover.vectors - 1) / THREADS * THREADS + (int)threadIdx.x; /* from the row's end */
+    const int steps = cover.vectors / THREADS; /* that all threads take; from the row's end, of which most is still near */
+    int place = cover.place(steps * THREADS + (int)threadIdx.x);
+    if (steps * THREADS < cover.vectors) {
+        const bool is_here = steps * THREADS + (int)threadIdx.x < cover.vectors;
+        const Packed<X> own = is_here ? load(sums.x + place) : Packed<X> {};
+        const Packed<Y> other = is_here ? load(sums.y + place) : Packed<Y> {};
+        sums.take(own, other, place, is_here);
+    }
     Packed<X> own[UNROLL];
     Packed<Y> other[UNROLL];
-    const auto fetch = [&](int u, int from) {
-        if (from >= 0 && from < cover.vectors) {
-            own[u] = load(x + cover.place(from));
-            other[u] = load(y + cover.place(from));
-        }
+    const auto fetch = [&](int u, int back) {
+        own[u] = load(sums.x + place - back * THREADS * WIDTH);
+        other[u] = load(sums.y + place - back * THREADS * WIDTH);
     };
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        fetch(u, v - u * THREADS);
+        if (u < steps)
+            fetch(u, u + 1);
 #pragma unroll 1
-    for (; v >= 0; v -= UNROLL * THREADS)
+    for (int step = steps; step > 0; step -= UNROLL, place -= UNROLL * THREADS * WIDTH) {
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            const int from = v - u * THREADS, place = cover.place(from);
-            if (from >= 0 && from < cover.vectors)
-                pair.add<WIDTH>(sums, [&](int j) { return input(at(own[u], j)); },
-                                [&](int j) { return target(at(other[u], j)); },
-                                [&](int j) { return input(to_real(x[place + j])); },
-                                [&](int j) { return target(to_real(y[place + j])); });
-            fetch(u, from - UNROLL * THREADS); /* long before it is needed */
-        }
-#pragma unroll 1
-    for (int i = (int)threadIdx.x; i < cover.edges; i += THREADS) {
-        const real own_edge = input(to_real(x[cover.edge(i)])), other_edge = target(to_real(y[cover.edge(i)]));
-        const auto own_again = [&](int) { return own_edge; };
-        const auto other_again = [&](int) { return other_edge; };
-        pair.add<1>(sums, own_again, other_again, own_again, other_again);
+        for (int u = 0; u < UNROLL; u++)
+            if (u < step) {
+                sums.take(own[u], other[u], place - (u + 1) * THREADS * WIDTH, true);
+                if (u + UNROLL < step) /* long before it is needed */
+                    fetch(u, u + 1 + UNROLL);
+            }
+        if (!sums.has_room(UNROLL * WIDTH))
+            sums.add_far();
     }
-    return sums;
+#pragma unroll 1
+    for (int first = 0; first == 0 || first < cover.edges; first += THREADS) {
+        const bool is_here = first + (int)threadIdx.x < cover.edges, is_last = first + THREADS >= cover.edges;
+        const int edge = is_here ? cover.edge(first + (int)threadIdx.x) : 0;
+        sums.take(One<X> { { sums.x[edge] } }, One<Y> { { sums.y[edge] } }, edge, is_here);
+        if (is_last || !sums.has_room(1))
+            sums.add_far();
+    }
+    Terms terms = near_terms(sums.near);
+    add_to(terms, sums.far);
+    return terms;
 }
 #endif
 

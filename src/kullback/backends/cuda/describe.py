@@ -17,8 +17,9 @@ from kullback.work import Describe
 
 UNROLL = 2  # vectors in flight a thread, of each side
 MAX_VOCAB = 1 << 30  # places are counted in 32 bits
-SHORT, FEW_THREADS = 4096, 64  # of rows of so many tokens; of others plan.THREADS
-MOST_THREADS, MOST_DOUBLE = 768, 256  # of a multiprocessor: bounds the registers; where arithmetic is in double
+SHORT, FEW_THREADS, THREADS = 4096, 64, 128  # of rows of so many tokens; of others
+MOST_THREADS = 768  # of a multiprocessor: bounds the registers
+MOST_WIDE, MOST_DOUBLE = 512, 256  # of sides that differ or are capped; where arithmetic is in double
 
 Arguments = table(parameters(text(HERE / "describe.cuh"), "kullback_describe"))
 
@@ -31,7 +32,7 @@ class Variant(NamedTuple):
     capped: tuple[bool, bool] = (False, False)
     has_target: bool = True
     has_one_temperature: bool = True
-    threads: int = plan.THREADS  # of a row
+    threads: int = THREADS  # of a row
 
 
 def why_not(work: Describe) -> str | None:
@@ -44,6 +45,8 @@ def source(variant: Variant) -> str:
     """The whole CUDA file."""
     x, y, capped = variant.x, variant.y, variant.capped
     double = torch.float64 in (x, y)
+    is_wide = x != y or any(capped) or not variant.has_one_temperature
+    most = MOST_DOUBLE if double else MOST_WIDE if is_wide else MOST_THREADS
     macros: dict[str, int | str] = {
         "REAL_IS_DOUBLE": double,
         "X": TYPES[x],
@@ -53,7 +56,7 @@ def source(variant: Variant) -> str:
         "THREADS": variant.threads,
         "WIDTH": plan.width(x, y),
         "UNROLL": UNROLL,
-        "MIN_BLOCKS": (MOST_DOUBLE if double else MOST_THREADS) // variant.threads,
+        "MIN_BLOCKS": most // variant.threads,
         "INPUT_IS_CAPPED": capped[0],
         "TARGET_IS_CAPPED": capped[1],
         "HAS_TARGET": variant.has_target,
@@ -77,7 +80,7 @@ def run(work: Describe) -> None:
     labels = None if work.labels is None else work.labels.contiguous()
     capped = input.softcap != 0, target.softcap != 0
     has_one_temperature = input.temperature == target.temperature
-    threads = FEW_THREADS if x.size(1) <= SHORT else plan.THREADS
+    threads = FEW_THREADS if x.size(1) <= SHORT else THREADS
     variant = Variant(x.dtype, y.dtype, capped, work.target is not None, has_one_temperature, threads)
     index = x.get_device()
     _launcher(variant, index)(

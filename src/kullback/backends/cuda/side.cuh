@@ -105,37 +105,35 @@ INLINE void rescale(Side &side, real max, const Scale &scale)
     side.low = low;
 }
 
-/* COUNT elements of a row, from place `start` on, where they are the thread's to add. All of a warp call. */
-template <int COUNT, typename F>
-INLINE void add(Side &side, F x, real top, int start, bool is_here, const Scale &scale, bool has_label, real label) /* x(j) */
+/* COUNT elements of a row, where they are the thread's to add: x(j) at place(j). top: their largest. All of a warp call. */
+template <int COUNT, typename F, typename G>
+INLINE void add(Side &side, F x, G place, real top, bool is_here, const Scale &scale, bool has_label, real label)
 {
     real rest = 0, moment = 0;
-    if (warp_all(!is_here || top < side.max)) {
-        if (!is_here)
-            return;
+    const bool is_below = warp_all(!is_here || top < side.max);
+    if (!is_below) {
+        const real largest = larger(warp_reduce(is_here ? top : -REAL_INFINITY, larger), side.max);
+        if (largest != side.max && side.max == side.max)
+            rescale(side, largest, scale);
+    }
+    if (!is_here)
+        return;
+    if (is_below)
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const real exponent = scale.exponent(x(j), side.low), mass = Scale::mass(exponent);
             rest = j ? rest + mass : mass;
             moment = j ? real_fma(mass, exponent, moment) : mass * exponent;
         }
-    } else {
-        const real largest = larger(warp_reduce(is_here ? top : -REAL_INFINITY, larger), side.max);
-        if (largest != side.max && side.max == side.max)
-            rescale(side, largest, scale);
-        if (!is_here)
-            return;
-        moment = 1; /* to be found below */
-    }
-    if (!(moment <= 0)) { /* there are maxima, or exponents that are infinite */
+    if (!is_below || !(moment <= 0)) { /* there are maxima, or exponents that are infinite */
         const real of_max = scale.of_max(side.max, side.low);
         rest = moment = 0;
 #pragma unroll
-        for (int j = COUNT - 1; j >= 0; j--) {
+        for (int j = 0; j < COUNT; j++) {
             const real own = x(j), exponent = (own - side.max) * scale.scale + of_max, mass = Scale::mass(exponent);
             const bool is_max = own == side.max || own != own;
             side.maxima += is_max;
-            side.first = is_max && start + j < side.first ? start + j : side.first;
+            side.first = is_max ? min(place(j), side.first) : side.first;
             rest += is_max ? 0 : mass;
             moment += is_max || !(mass > 0) ? 0 : mass * exponent;
         }
@@ -163,28 +161,58 @@ template <typename T> struct Cover {
     INLINE int edge(int i) const { return i < head || vectors == 0 ? i : i + vectors * WIDTH; }
 };
 
+/* Adds vectors of a row, THREADS apart from the one of that number on. */
+template <typename T> struct Adder {
+    const Cover<T> &cover;
+    const Scale &scale;
+    real softcap;
+    bool is_capped, has_label;
+    real label;
+
+    template <int VECTORS> INLINE void add_to(Side &side, const Packed<T> (&loaded)[VECTORS], int v, bool is_here) const
+    {
+        real top = largest(loaded[0]);
+#pragma unroll
+        for (int u = 1; u < VECTORS; u++)
+            top = larger(top, largest(loaded[u]));
+        add<VECTORS * WIDTH>(side, [&](int j) { return counted(at(loaded[j / WIDTH], j % WIDTH), softcap, is_capped); },
+                             [&](int j) { return cover.place(v + j / WIDTH * THREADS) + j % WIDTH; },
+                             counted(top, softcap, is_capped), is_here, scale, has_label, label);
+    }
+};
+
+/* Vectors of one side in flight a thread */
+enum { AT_ONCE = WIDTH < 8 ? 4 : 2 };
+
+/* This thread's part of a side. Vectors are taken several at once, and one by one where not all threads have as many. */
 template <typename T>
 INLINE Side side_of(const Cover<T> &cover, const Scale &scale, real softcap, bool is_capped, bool has_label, real label)
 {
     Side side = nothing();
+    const Adder<T> adder = { cover, scale, softcap, is_capped, has_label, label };
+    int v = (int)threadIdx.x;
+    const T *from = cover.row + cover.place(v);
 #pragma unroll 1
-    for (int first = 0; first < cover.vectors; first += THREADS * UNROLL) {
-        const int v = first + (int)threadIdx.x;
-        Packed<T> loaded[UNROLL] = {};
+    for (const int last = cover.vectors - AT_ONCE * THREADS + (int)threadIdx.x; v <= last; v += AT_ONCE * THREADS) { /* for all alike */
+        Packed<T> loaded[AT_ONCE];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (v + u * THREADS < cover.vectors)
-                loaded[u] = load(cover.row + cover.place(v + u * THREADS));
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            add<WIDTH>(side, [&](int j) { return counted(at(loaded[u], j), softcap, is_capped); },
-                       counted(largest(loaded[u]), softcap, is_capped), cover.place(v + u * THREADS),
-                       v + u * THREADS < cover.vectors, scale, has_label, label);
+        for (int u = 0; u < AT_ONCE; u++)
+            loaded[u] = load(from + u * THREADS * WIDTH);
+        adder.add_to(side, loaded, v, true);
+        from += AT_ONCE * THREADS * WIDTH;
+    }
+#pragma unroll 1
+    for (; v - (int)threadIdx.x < cover.vectors; v += THREADS) {
+        Packed<T> loaded[1] = {};
+        if (v < cover.vectors)
+            loaded[0] = load(from);
+        adder.add_to(side, loaded, v, v < cover.vectors);
+        from += THREADS * WIDTH;
     }
     const int i = (int)threadIdx.x, place = cover.edge(min(i, cover.edges - 1)); /* less than two vectors */
     if (cover.edges > 0) {
         const real edge = counted(to_real(cover.row[place]), softcap, is_capped);
-        add<1>(side, [&](int) { return edge; }, edge, place, i < cover.edges, scale, has_label, label);
+        add<1>(side, [&](int) { return edge; }, [&](int) { return place; }, edge, i < cover.edges, scale, has_label, label);
     }
     return side;
 }

@@ -9,7 +9,8 @@ namespace kullback {
 #define KINDS kind
 #define WITH_CORNER kind
 #define NEAR_RADIUS 2.5f
-#define SIGNED(x) x
+#define EACH_NEAR_SUM(apply) apply(s0)
+#define NEAR_SUMS s0
 
 typedef struct {
     real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum;
@@ -19,7 +20,9 @@ typedef struct {
 typedef struct { real kind, q_minus_p, slope; } Terms;
 
 INLINE Terms safe_terms(real x, real y, Row row) { return {}; }
-INLINE Terms near_terms(real r, real root) { return {}; }
+typedef struct { real s0; } NearSums;
+INLINE NearSums near_sums(real r, real root) { return {}; }
+INLINE Terms near_terms(NearSums sums) { return {}; }
 INLINE Terms light_terms(real x, real y, Row row) { return {}; }
 
 enum { NUMBER_LSE, NUMBER_ENTROPY, NUMBER_TARGET_LSE, NUMBER_TARGET_ENTROPY, NUMBER_KINDS };

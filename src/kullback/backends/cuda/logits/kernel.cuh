@@ -121,32 +121,31 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         pipeline.advance_rows(step);
     });
 }
-#elif COPIES_ROWS
-INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
-{
-    pipeline.address = (int)shared_address(shared()) + group.index * 2 * SLOT_VECTORS * X_BYTES;
-    const int both = 2 * pipeline.address + SLOT_VECTORS * X_BYTES; /* the sum of the two that a group has */
-    CopiedRow next = copied_row(a, group, first_row(group.index), pipeline.address);
-    for (unsigned r = first_row(group.index); r < a.rows; r += row_step()) {
-        const CopiedRow row = next;
-        next = copied_row(a, group, r + row_step(), both - pipeline.address);
-        cp_async_wait<1>();
-        sync_warp(); /* others' copies, too */
-        if (row.is_read)
-            process_row(row.slice(a, r), pipeline, group);
-        else
-            clear_row(a, group, r);
-        pipeline.address = both - pipeline.address;
-    }
-}
 #else
 INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
+#if COPIES_ROWS
+    pipeline.address = (int)shared_address(shared()) + group.index * 2 * SLOT_VECTORS * X_BYTES;
+    const int both = 2 * pipeline.address + SLOT_VECTORS * X_BYTES; /* the sum of the two that a group has */
+    Vectors next = copied_row(a, group, first_row(group.index), pipeline.address);
+#endif
+    /* Whether a row is read is asked of all its lanes: rows that share a warp come together there. */
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
+#if COPIES_ROWS
+        const Slice slice = next.of(a, r);
+        next = copied_row(a, group, r + row_step(), both - pipeline.address);
+        cp_async_wait<1>();
+        sync_warp(); /* others' copies, too */
+#else
+        const Slice slice = slice_of(a, r, 0);
+#endif
         if (!is_read)
             clear_row(a, group, r);
         else
-            process_row(slice_of(a, r, 0), pipeline, group);
+            process_row(slice, pipeline, group);
+#if COPIES_ROWS
+        pipeline.address = both - pipeline.address;
+#endif
     });
 }
 #endif

@@ -237,22 +237,20 @@ INLINE const Y *copied_y(const Pipeline &pipeline)
     return (const Y *)(shared() + (y_address(first_address(pipeline)) - (int)shared_address(shared())));
 }
 
-/* A row that is copied: whether it is there and read, and where it has vectors */
-struct CopiedRow {
-    bool is_read;
-    int head, vectors;
+/* Where a row that is copied has vectors */
+struct Vectors {
+    int head, count;
 
-    INLINE Slice slice(const Arguments &a, unsigned r) const { return { a, r, head, 0, vectors, vectors * WIDTH }; }
+    INLINE Slice of(const Arguments &a, unsigned r) const { return { a, r, head, 0, count, count * WIDTH }; }
 };
 
-/* Asks for the vectors that this thread will read. */
-INLINE CopiedRow copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
+/* Of the row, if there is one that is to be read; asks for those that this thread will read. */
+INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r, int address)
 {
-    CopiedRow row = { r < a.rows && weight_of(a, r) != 0 };
-    if (row.is_read) {
+    Vectors vectors = {};
+    if (r < a.rows && weight_of(a, r) != 0) {
         const Slice slice = slice_of(a, r, 0);
-        row.head = slice.head;
-        row.vectors = slice.vectors;
+        vectors = { slice.head, slice.vectors };
         const X *x = opaque(slice.x() + slice.head + group.thread * WIDTH); /* else each copy finds its address from the first */
         const Y *y = opaque(slice.y() + slice.head + group.thread * WIDTH);
         address += group.thread * X_BYTES;
@@ -265,7 +263,7 @@ INLINE CopiedRow copied_row(const Arguments &a, const RowGroup &group, unsigned 
             }
     }
     cp_async_commit();
-    return row;
+    return vectors;
 }
 #endif
 
