@@ -68,6 +68,7 @@ class Logits(NamedTuple):
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
     mixed: bool = False  # whether a row's loss is more than its divergence
     peers: bool = False  # whether each rank has a slice of the rows
+    in_phase: bool = True  # whether the tensors' rows have vectors at the same elements
 
 
 LITERAL = {
@@ -96,6 +97,7 @@ LOGITS = {
     "gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True),
     "total and both gradients": Logits(50257, True, BOTH),
     "capped, total and both gradients": Logits(32000, True, BOTH, capped=True),
+    "short rows out of phase, both gradients": Logits(1000, False, BOTH, in_phase=False),
     "capped short rows": Logits(1000, False, BOTH, capped=True),
     "labels, total and gradient": Logits(128256, True, INPUT, mixed=True),
     "labels, both gradients": Logits(50257, True, BOTH, mixed=True),
@@ -170,7 +172,7 @@ class Case(NamedTuple):
         is_streamed = mode.known or mode.verb == "accumulate"
         chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
         if not mode.fits:
-            chip = plan.NO_CHIP
+            chip = plan.NO_CHIP if mode.in_phase else plan.NO_COPIES
         shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers).shape
         assert shape.resident == mode.fits
         dtypes = x, y, *(mode.gradients or (x, y))
@@ -235,8 +237,9 @@ def logits_cases():
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
-    for arch in ("sm_75", "sm_80"):  # short rows cache slopes there, too
-        yield Case(arch, "total_variation", "logits", "logits", torch.bfloat16, "short rows, total and gradient")
+    for arch, kind in itertools.product(("sm_75", "sm_80"), ("total_variation", "jensen_shannon")):
+        # short rows cache slopes there, too
+        yield Case(arch, kind, "logits", "logits", torch.bfloat16, "short rows, total and gradient")
     for pair in MIXED_PAIRS:
         for mode in ("total and both gradients", "statistics", "sums"):
             yield Case("sm_90a", "alpha", *pair, torch.float16, mode)

@@ -121,6 +121,7 @@ class Chip(NamedTuple):
 
 
 NO_CHIP = Chip()
+NO_COPIES = Chip(cluster=0)  # where tensors' rows have vectors at different elements: not even short ones are copied
 HOPPER, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 9.0 and 10.0, and 12.0
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
@@ -158,7 +159,7 @@ def logits(
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
-    `chip`: NO_CHIP too where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
+    `chip`: NO_COPIES where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
     of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
     waits for other devices.
     """
@@ -213,7 +214,7 @@ def logits(
     if not short:
         return Layout(LogitsShape(False, 256, 1, per_vector, 2), slice_vectors=vectors)
     lanes = 32 if waits else next(lanes for most, lanes in SHORT_LANES if vectors <= most)
-    slot = lanes * max(1, math.ceil(vectors / lanes))
+    slot = lanes * max(1, math.ceil(vectors / lanes)) if chip != NO_COPIES else 0
     groups = SHORT_THREADS // lanes
     while 2 * groups * slot * vector_bytes > SHORT_BYTES:
         groups //= 2
@@ -227,7 +228,7 @@ def logits(
         per_vector,
         min_blocks=32 * warps // (groups * lanes),
         slot_vectors=slot,
-        caches_slopes=caches_slopes and not streams,
+        caches_slopes=caches_slopes and not streams and slot > 0,
         y_offset=2 * groups * slot * per_vector * x.itemsize,
     )
     return Layout(shape, slice_vectors=vectors, shared=2 * groups * slot * vector_bytes)

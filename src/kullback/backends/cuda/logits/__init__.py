@@ -158,7 +158,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        plan.NO_CHIP if is_streamed or not is_in_phase else chip_of(index),
+        plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else chip_of(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     launcher(

@@ -145,8 +145,8 @@ INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
     Slice slice = { a, r };
     const int misaligned = (int)((unsigned long long)slice.x() % sizeof(Packed<X>) / sizeof(X)), vocab = (int)a.vocab;
     slice.head = misaligned ? WIDTH - misaligned : 0;
-    /* rows that are not aligned alike have no vectors; they are not resident */
-    const bool together = RESIDENT || (slice.head <= vocab && (unsigned long long)(slice.y() + slice.head) % VECTOR_BYTES == 0
+    /* rows that are not aligned alike have no vectors; they are on no chip */
+    const bool together = ON_CHIP || (slice.head <= vocab && (unsigned long long)(slice.y() + slice.head) % VECTOR_BYTES == 0
         && (!WANT_INPUT || is_aligned(slice.d_input() + slice.head))
         && (!WANT_TARGET || is_aligned(slice.d_target() + slice.head)));
     int vectors = together ? (vocab - slice.head) / WIDTH : 0;
