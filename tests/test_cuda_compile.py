@@ -448,18 +448,20 @@ def test_slopes_are_cached_where_half_precision_holds_them():
 
 
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:3], repeat=2)])
-@pytest.mark.parametrize("vocab", [1, 7, 8, 255, 257, 384, 385, 777, 1024, 1025, 2048])
-def test_short_rows_fit(vocab, dtypes):
-    """Two rows of each group are on chip, where what every device has is enough."""
+@pytest.mark.parametrize("vocab", [1, 7, 8, 255, 257, 384, 385, 512, 777, 896, 1024, 1025, 2048])
+@pytest.mark.parametrize("goes_one_way", [False, True])
+def test_short_rows_fit(vocab, dtypes, goes_one_way):
+    """A row or two of each group are on chip, where what every device has is enough."""
     x, y = dtypes
-    layout = plan.logits(vocab, x, y, False, False, plan.HOPPER, caches_slopes=True)
+    layout = plan.logits(vocab, x, y, False, False, plan.HOPPER, caches_slopes=True, goes_one_way=goes_one_way)
     shape = layout.shape
     if vocab > 256 * shape.width:
         assert shape.resident
         return
     assert layout.slice_vectors <= shape.slot_vectors
     assert shape.slot_vectors % shape.threads_per_row == 0
-    assert shape.y_offset == 2 * shape.groups * shape.slot_vectors * shape.width * x.itemsize
+    assert shape.slots in (1, 2)
+    assert shape.y_offset == shape.slots * shape.groups * shape.slot_vectors * shape.width * x.itemsize
     assert layout.shared == shape.y_offset // x.itemsize * (x.itemsize + y.itemsize)
     declared = shape.groups * (8 + 8 + 24)  # group_losses, near_losses and own_labels
     assert layout.shared + declared <= 48 << 10

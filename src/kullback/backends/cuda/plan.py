@@ -71,7 +71,8 @@ class LogitsShape:
     groups: int  # rows that a block works on at once
     width: int  # elements of a 16-byte access
     min_blocks: int  # of a multiprocessor: bounds the registers
-    slot_vectors: int = 0  # room on chip for a row that is short, of which a row group has two
+    slots: int = 0  # short rows that a row group has room for on chip: one or two,
+    slot_vectors: int = 0  # of so many vectors
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
     max_cluster: int = PORTABLE_CLUSTER  # blocks that share a row, at most: code for fewer is the same
@@ -92,6 +93,7 @@ class LogitsShape:
             "PARTIAL_BYTES": PARTIAL_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
+            "SLOTS": self.slots,
             "SLOT_VECTORS": self.slot_vectors,
             "CACHES_SLOPES": self.caches_slopes,
             "Y_OFFSET": self.y_offset,
@@ -136,8 +138,9 @@ MIN_TILE_BYTES = 13 << 10  # where a row has as many
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
-# Of rows that are short: so many vectors, at most, are shared by so many lanes
-SHORT_LANES = ((32, 8), (48, 16), (math.inf, 32))
+# Of rows that are short: so many vectors, at most, are shared by so many lanes. Rows that share a warp wait for each
+# other's ways through the code: where all go one way, longer rows may.
+SHORT_LANES, ONE_WAY_LANES = ((32, 8), (48, 16), (math.inf, 32)), ((64, 8), (112, 16), (math.inf, 32))
 # Of a block, at most. With what a kernel declares, every device has 48 KiB of shared memory without being asked.
 SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
@@ -155,13 +158,14 @@ def logits(
     labelled: bool = False,
     capped: bool = False,
     waits: bool = False,
+    goes_one_way: bool = False,
 ) -> Layout:
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
     `chip`: NO_COPIES where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
     of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
-    waits for other devices.
+    waits for other devices. `goes_one_way`: whether most rows do, whatever they hold.
     """
     per_vector = width(x, y)
     short = vocab <= 256 * per_vector
@@ -213,10 +217,12 @@ def logits(
                 )
     if not short:
         return Layout(LogitsShape(False, 256, 1, per_vector, 2), slice_vectors=vectors)
-    lanes = 32 if waits else next(lanes for most, lanes in SHORT_LANES if vectors <= most)
+    choice = ONE_WAY_LANES if goes_one_way else SHORT_LANES
+    lanes = 32 if waits else next(lanes for most, lanes in choice if vectors <= most)
     slot = lanes * max(1, math.ceil(vectors / lanes)) if chip != NO_COPIES else 0
+    slots = 2 if lanes == 32 or vectors <= 4 * lanes else 1  # else two would leave room for fewer warps
     groups = SHORT_THREADS // lanes
-    while 2 * groups * slot * vector_bytes > SHORT_BYTES:
+    while slots * groups * slot * vector_bytes > SHORT_BYTES:
         groups //= 2
     # What converts both tensors in ways of their own takes more registers. Rows that share a warp take some, too.
     wide = x != y or (both and x == torch.float16)
@@ -227,11 +233,12 @@ def logits(
         groups,
         per_vector,
         min_blocks=32 * warps // (groups * lanes),
+        slots=slots,
         slot_vectors=slot,
         caches_slopes=caches_slopes and not streams and slot > 0,
-        y_offset=2 * groups * slot * per_vector * x.itemsize,
+        y_offset=slots * groups * slot * per_vector * x.itemsize,
     )
-    return Layout(shape, slice_vectors=vectors, shared=2 * groups * slot * vector_bytes)
+    return Layout(shape, slice_vectors=vectors, shared=slots * groups * slot * vector_bytes)
 
 
 def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) -> tuple[int, int, int]:

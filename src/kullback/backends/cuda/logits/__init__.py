@@ -306,7 +306,25 @@ def layout(
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
     caches = is_kept and wants == (True, False) and caches_slopes(problem)
     capped = problem.input.softcap != 0 or problem.target.softcap != 0
-    return plan.logits(vocab, x, y, all(wants), is_streamed, chip, caches, problem.is_mixed, capped, has_peers)
+    return plan.logits(
+        vocab,
+        x,
+        y,
+        all(wants),
+        is_streamed,
+        chip,
+        caches,
+        problem.is_mixed,
+        capped,
+        has_peers,
+        goes_one_way=has_corner(problem.kind) or sums_are_means(problem.kind),
+    )
+
+
+def sums_are_means(kind: str) -> bool:
+    """Whether all sums of a row follow from means of its log-ratios, of which few are too small for that."""
+    moments = moments_of(kind)
+    return moments is not None and moments.exponent is None
 
 
 def caches_slopes(problem: Problem) -> bool:

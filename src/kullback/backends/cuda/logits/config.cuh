@@ -35,7 +35,8 @@
 #define LEAST_MEAN_SLOPE (-REAL_INFINITY)
 #define THREADS_PER_ROW 256 /* of a block; LOGICAL_WARP where that is less than a warp */
 #define GROUPS 2            /* rows that a block works on at once */
-#define SLOT_VECTORS 0      /* of a row that is not resident, room on chip: for all that it has; or 0 */
+#define SLOTS 2             /* of rows that are not resident, how many a row group has room for on chip, */
+#define SLOT_VECTORS 0      /* and of how many vectors, as many as a row has; or 0 */
 #define Y_OFFSET 65536      /* bytes of shared memory from a stage's tile of x to that of y, where vectors are alike */
 #define MAX_CLUSTER 8       /* blocks that share a row, at most */
 #define EXCHANGE_SLOTS 2    /* of a row group's all-reduce */

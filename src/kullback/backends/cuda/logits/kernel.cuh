@@ -125,16 +125,21 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group)
 {
 #if COPIES_ROWS
-    pipeline.address = (int)shared_address(shared()) + group.index * 2 * SLOT_VECTORS * X_BYTES;
-    const int both = 2 * pipeline.address + SLOT_VECTORS * X_BYTES; /* the sum of the two that a group has */
-    Vectors next = copied_row(a, group, first_row(group.index), pipeline.address);
+    pipeline.address = (int)shared_address(shared()) + group.index * SLOTS * SLOT_VECTORS * X_BYTES;
+    const int both = 2 * pipeline.address + (SLOTS - 1) * SLOT_VECTORS * X_BYTES; /* the sum of the two that a group has */
+    Vectors vectors = {};
+    if (SLOTS == 2)
+        vectors = copied_row(a, group, first_row(group.index), pipeline.address);
 #endif
     /* Whether a row is read is asked of all its lanes: rows that share a warp come together there. */
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
 #if COPIES_ROWS
-        const Slice slice = next.of(a, r);
-        next = copied_row(a, group, r + row_step(), both - pipeline.address);
-        cp_async_wait<1>();
+        if (SLOTS == 1) /* of the row before all has been read: lanes have met since they took a sample of others' copies */
+            vectors = copied_row(a, group, r, pipeline.address);
+        const Slice slice = vectors.of(a, r);
+        if (SLOTS == 2)
+            vectors = copied_row(a, group, r + row_step(), both - pipeline.address);
+        cp_async_wait<SLOTS - 1>();
         sync_warp(); /* others' copies, too */
 #else
         const Slice slice = slice_of(a, r, 0);
