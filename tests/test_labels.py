@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kullback
 from tests import emulation, kinds, oracle, samples
@@ -352,6 +353,8 @@ def test_transforms_see_labels_that_are_no_tokens(transformed):
 
     x, labels = torch.randn(3, 2, 8), torch.tensor([[0, 7], [1, -100], [2, 3]])
     assert transformed(loss, x, labels).isfinite().all()
+    traced = make_fx(lambda x, labels: transformed(loss, x, labels))(x, labels)
+    torch.testing.assert_close(traced(x, labels), transformed(loss, x, labels))
     labels[2, 1] = 8
     with pytest.raises(ValueError, match=r"labels must lie from 0 to 7, or be -100; got 8"):
         transformed(loss, x, labels)

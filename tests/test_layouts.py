@@ -13,7 +13,7 @@ from kullback import backends, work
 from kullback.backends.cuda import logits
 from kullback.problem import Problem, Side
 from tests import kinds, oracle, samples
-from tests.kinds import KINDS
+from tests.kinds import EVERY_BACKEND, KINDS
 from tests.samples import sample
 from tests.tolerances import BF16_CACHED, LOSS, relative_error
 
@@ -293,9 +293,8 @@ def test_rows_in_phase(addresses, strides, rows, dtypes):
     assert logits._in_phase(addresses, strides, rows, dtypes) == (whole and all(len(b) == 1 for b in begins))
 
 
-@pytest.mark.parametrize(
-    "backend", ["torch", "c", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
+@EVERY_BACKEND
+@pytest.mark.few_kinds
 @pytest.mark.parametrize(
     ("kind", "temperatures"),
     [(kind, (1.0, 1.0)) for kind in ("kl", "jensen_shannon", "total_variation", "renyi")]

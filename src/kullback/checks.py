@@ -338,9 +338,10 @@ def labels(given: Tensor, input: Tensor) -> Tensor:
 def check_tokens(labels: Tensor, vocab: int) -> None:
     """That they are tokens, or IGNORED. On a device those that are not stop it, as in torch."""
     if in_functorch():
-        if torch.compiler.is_compiling():  # a transform that is compiled sees no values
+        values = untransformed(labels)
+        if values is None:  # a transform that is traced sees none
             return
-        labels = untransformed(labels)
+        labels = values
     right = (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")

@@ -59,8 +59,10 @@ def in_functorch() -> bool:
     return bool(_functorch_is_active())
 
 
-def untransformed(tensor: Tensor) -> Tensor:
-    """The tensor that transforms of torch.func have wrapped: of vmap all problems' values."""
+def untransformed(tensor: Tensor) -> Tensor | None:
+    """The tensor that transforms of torch.func have wrapped, of vmap with all problems; None where it has no values."""
+    if torch.compiler.is_compiling() or _jit_is_tracing() or _dispatch_modes() or _proxies() is not None:
+        return None
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
-    return tensor
+    return tensor if type(tensor) in PLAIN else None

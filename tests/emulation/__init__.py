@@ -21,7 +21,9 @@ from kullback.backends.c import compile
 from kullback.backends.cuda import describe, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++17", "-Og", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", "-shared", "-fPIC")
+# Without -fno-gnu-unique libraries share what inline functions have as shared memory, of whatever size.
+SHARED = ("-fno-gnu-unique", "-shared", "-fPIC")
+FLAGS = ("-std=c++17", "-Og", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", *SHARED)
 HEADERS = re.findall(r"#include <.*>", (HERE / "gpu.h").read_text())
 KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
 MODULES = describe, literal, logits, scale, topk

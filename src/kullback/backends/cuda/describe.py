@@ -15,7 +15,7 @@ from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import TYPES, print_macros, print_near_terms, print_order, print_terms
 from kullback.work import Describe
 
-UNROLL = 2  # vectors in flight a thread, of each side
+UNROLL = 2  # vectors in flight a thread, of each side, where both are summed together
 MAX_VOCAB = 1 << 30  # places are counted in 32 bits
 SHORT, FEW_THREADS, THREADS = 4096, 64, 128  # of rows of so many tokens; of others
 MOST_THREADS = 768  # of a multiprocessor: bounds the registers

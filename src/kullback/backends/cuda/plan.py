@@ -123,7 +123,7 @@ class Chip(NamedTuple):
 
 
 NO_CHIP = Chip()
-NO_COPIES = Chip(cluster=0)  # where tensors' rows have vectors at different elements: not even short ones are copied
+NO_COPIES = Chip(cluster=0)  # where tensors are out of phase: no row is on any chip, not even a short one
 HOPPER, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 9.0 and 10.0, and 12.0
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
@@ -163,7 +163,7 @@ def logits(
     """The layout for rows of so many logits.
 
     `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
-    `chip`: NO_COPIES where tensors admit no rows on chip. `caches_slopes`: whether masses and slopes take the place
+    `chip`: NO_COPIES where tensors are out of phase. `caches_slopes`: whether masses and slopes take the place
     of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
     waits for other devices. `goes_one_way`: whether most rows do, whatever they hold.
     """

@@ -193,7 +193,7 @@ INLINE Side side_of(const Cover<T> &cover, const Scale &scale, real softcap, boo
     int v = (int)threadIdx.x;
     const T *from = cover.row + cover.place(v);
 #pragma unroll 1
-    for (const int last = cover.vectors - AT_ONCE * THREADS + (int)threadIdx.x; v <= last; v += AT_ONCE * THREADS) { /* for all alike */
+    for (const int last = cover.vectors - AT_ONCE * THREADS + (int)threadIdx.x; v <= last; v += AT_ONCE * THREADS) {
         Packed<T> loaded[AT_ONCE];
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++)

@@ -78,10 +78,14 @@
 #endif
 
 /* Whether the log-ratio's mean under q says which arithmetic to try first, so that close rows need not be summed as if they
-   were far; and with its variance what to expect of slopes that are cached. Of short rows only those in 16 bits need it. */
+   were far; and what to expect of slopes that are cached. Of short rows only those in 16 bits need it. */
 #define FORESEES_CLOSE \
     (IS_SMOOTH && (THREADS_PER_ROW > 32 || (CACHES_SLOPES && WIDTH == 8)) && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
-#define HAS_Q_SQUARED (FORESEES_CLOSE && CACHES_SLOPES)
+#define PREDICTS_SLOPE (FORESEES_CLOSE && CACHES_SLOPES)
+/* By the variance too; or by a mean of ratios that count as no less than this, to base 2, for a slope ends where a ratio does not */
+#define HAS_Q_SQUARED (PREDICTS_SLOPE && THREADS_PER_ROW > 32)
+#define HAS_Q_BOUNDED (PREDICTS_SLOPE && THREADS_PER_ROW <= 32)
+#define LEAST_LOG2_RATIO -24.0f
 #if FORESEES_CLOSE
 #undef HAS_Q_LOG_RATIO
 #define HAS_Q_LOG_RATIO 1
@@ -107,7 +111,8 @@ enum {
     Q_LOG_RATIO = HAS_P_LOG_RATIO,
     CHERNOFF = Q_LOG_RATIO + HAS_Q_LOG_RATIO,
     Q_SQUARED = CHERNOFF + HAS_CHERNOFF,
-    MOMENTS = Q_SQUARED + HAS_Q_SQUARED
+    Q_BOUNDED = Q_SQUARED + HAS_Q_SQUARED,
+    MOMENTS = Q_BOUNDED + HAS_Q_BOUNDED
 };
 
 INLINE Parameters opaque(Parameters parameters)

@@ -6,9 +6,11 @@
 
 namespace kullback {
 
-/* A log-ratio to base 2, as far as it foresees something, and a variance of such that is believed */
+/* A log-ratio to base 2, as far as it foresees something; a variance of such that is believed, and a difference of log-sum-exps
+   with which bounds are what they should be */
 #define MAX_LOG2_RATIO 10.0f
 #define MAX_VARIANCE 16.0f
+#define MAX_SHIFT 8.0f
 
 /* What the cached slopes of a row are to be multiplied by, and what is to be added */
 struct SlopeScale {
@@ -65,7 +67,7 @@ INLINE bool has_finite_exponents(const RowStats &stats)
 
 /* Of log2(p/q) under q: the mean is less than 0 by KL(q‖p). */
 struct Ratios {
-    float mean, variance;
+    float mean, variance; /* 0 where it is not known */
 };
 
 /* Where one is infinite, or they are known to vary so much that few tokens may be why, once more with each ratio bounded:
@@ -76,10 +78,10 @@ INLINE Ratios predicted_ratios(const Slice &slice, Pipeline &pipeline, RowGroup 
     if (!FORESEES_CLOSE)
         return {};
     const float inverse = in_range_ratio_or_zero(1, stats.x_sum_exp), shift = lg2(stats.x_sum_exp) - lg2(stats.y_sum_exp);
-    float mean = stats.moments[Q_LOG_RATIO] * inverse;
+    float mean = stats.moments[HAS_Q_BOUNDED ? (int)Q_BOUNDED : (int)Q_LOG_RATIO] * inverse;
     float variance = HAS_Q_SQUARED ? stats.moments[Q_SQUARED] * inverse - mean * mean : 0;
     mean += shift;
-    if (!(fabsf(mean) < MAX_SUM && variance < MAX_VARIANCE)) {
+    if (!(fabsf(mean) < MAX_SUM && variance < MAX_VARIANCE && (!HAS_Q_BOUNDED || shift < MAX_SHIFT))) {
         const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
         const float x_low = mul_rn(stats.x_max, x_scale), y_low = mul_rn(stats.y_max, y_scale);
         SlopeSums sums;
@@ -103,8 +105,8 @@ INLINE Ratios predicted_ratios(const Slice &slice, Pipeline &pipeline, RowGroup 
     return { mean, fmaxf(variance, 0) };
 }
 
-/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes. Of short rows by one,
-   which what is once a row's is much of: that is still among the slopes that count, since MAX_VARIANCE bounds how far they are. */
+/* The mean slope_q, were those log-ratios normally distributed: by the Gauss-Hermite rule of three nodes, which are one where there
+   is no variance. */
 INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
 {
     const float deviation = fast_sqrt(3 * ratios.variance), mean = ratios.mean;
@@ -112,9 +114,8 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
         return fast_parts(row.input_max * inverse, (row.target_max + ratio) * inverse, row, a.parameters).slope_q;
     };
-    const float found = THREADS_PER_ROW <= WARP
-        ? slope(mean)
-        : (slope(mean - deviation) + 4 * slope(mean) + slope(mean + deviation)) * (1 / 6.0f);
+    const float at_mean = slope(mean);
+    const float found = HAS_Q_SQUARED ? (slope(mean - deviation) + 4 * at_mean + slope(mean + deviation)) * (1 / 6.0f) : at_mean;
     return fmaxf(found, LEAST_MEAN_SLOPE);
 }
 

@@ -305,7 +305,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const Ratios ratios = predicted_ratios(slice, pipeline, group, found.stats);
     const bool is_foreseen = FORESEES_CLOSE && term_factor(a, 2) != 0;
     const float most = is_foreseen ? -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean : REAL_INFINITY;
-    const float predicted = CACHES_SLOPES && FORESEES_CLOSE ? predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {})) : 0;
+    const float predicted = PREDICTS_SLOPE ? predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {})) : 0;
     if (!REFINES_HEAVY) {
         if (most >= MIN_FAST_SUM)
             sum_far(slice, pipeline, group, found, predicted);

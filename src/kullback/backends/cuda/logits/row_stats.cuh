@@ -21,7 +21,7 @@ namespace kullback {
    base_2(inv_temperature) and the second product is rounded. */
 struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
-    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and Σ q log²(p/q); to base 2 */
+    float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and what foresees slopes; to base 2 */
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents */
 #endif
@@ -65,6 +65,8 @@ struct RowStats {
                 add(parts[P_LOG_RATIO], p * finite_ratio(ratio));
             if (HAS_Q_SQUARED)
                 add(parts[Q_SQUARED], q * ratio * ratio);
+            if (HAS_Q_BOUNDED)
+                add(parts[Q_BOUNDED], q * fmaxf(ratio, LEAST_LOG2_RATIO));
             /* NaN if p = 0 < q, so that the row is summed again with guards; to foresee, where either is 0 */
             if (HAS_Q_LOG_RATIO)
                 add(parts[Q_LOG_RATIO], q * (FORESEES_CLOSE || ratio == ratio ? ratio : 0));
