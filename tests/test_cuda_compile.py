@@ -229,11 +229,12 @@ def on_other_architectures():
 def logits_cases():
     """A covering choice: every kind, every mode with and without moments, every architecture."""
     for kind, mode in itertools.product(KINDS, LOGITS):
-        is_long = kind == "jensen_shannon" and LOGITS[mode].wants != NONE
+        is_long = kind == "jensen_shannon" and LOGITS[mode].wants != NONE and not LOGITS[mode].capped
         if kind == "kl" or is_long or mode == "total and gradient" or (kind == "renyi" and "short" in mode):
             yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for case in on_other_architectures():
-        if LOGITS[case.mode].wants == BOTH or not (case.arch == "sm_90a" or "labels" in case.mode):
+        mode = LOGITS[case.mode]
+        if mode.wants == BOTH or not (case.arch == "sm_90a" or mode.mixed or mode.peers):
             yield case
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):

@@ -54,10 +54,16 @@ def truth(x, form, log_p, ids, kind, tail, temperature=1.0, target_temperature=N
     return oracle.rows(kind, p, q, **kinds.parameters(kind))
 
 
-@pytest.mark.parametrize("tail", TAILS)
+# Probabilities of 300 tokens lie among float16's subnormal numbers. A tail and a dtype have nothing in common in C.
+OF_FORMS = [*itertools.product(FORMS, DTYPES), ("logits", torch.float16), ("log_probs", torch.float16)]
+
+
 @pytest.mark.parametrize(
-    ("form", "dtype"),  # probabilities of 300 tokens lie among float16's subnormal numbers
-    [*itertools.product(FORMS, DTYPES), ("logits", torch.float16), ("log_probs", torch.float16)],
+    ("form", "dtype", "tail"),
+    [
+        pytest.param(*case, tail, marks=[] if torch.float32 in case or tail == "bucket" else [pytest.mark.full])
+        for case, tail in itertools.product(OF_FORMS, TAILS)
+    ],
 )
 def test_values_and_gradients(backend, device, generator, form, tail, dtype):
     x = sample(form, (3, 5, 301), generator, dtype).to(device).requires_grad_()
