@@ -234,7 +234,7 @@ def logits_cases():
             yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for case in on_other_architectures():
         mode = LOGITS[case.mode]
-        if mode.wants == BOTH or not (case.arch == "sm_90a" or mode.mixed or mode.peers):
+        if mode.wants == BOTH or not (case.arch in ("sm_90a", "sm_100a") or mode.mixed or mode.peers):
             yield case
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if mode == "rounded gradient" or kind in ("kl", "jensen_shannon"):
@@ -315,7 +315,7 @@ def test_mixed_dtypes_and_helpers(arch):
             registers(topk.source(dtype, "probs", False), arch)
             if dtype in (torch.bfloat16, torch.float64):
                 registers(describe.source(describe.Variant(dtype, torch.float32, (True, True), True, False)), arch)
-            registers(describe.source(describe.Variant(dtype, dtype, (True, False), False, threads=64)), arch)
+                registers(describe.source(describe.Variant(dtype, dtype, (True, False), False, threads=64)), arch)
     registers(inlined("cuda/ceiling.cuh", {}), arch)
 
 
