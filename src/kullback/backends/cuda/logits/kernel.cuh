@@ -131,7 +131,6 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     if (SLOTS == 2)
         vectors = copied_row(a, group, first_row(group.index), pipeline.address);
 #endif
-    /* Whether a row is read is asked of all its lanes: rows that share a warp come together there. */
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
 #if COPIES_ROWS
         if (SLOTS == 1) /* of the row before all has been read: lanes have met since they took a sample of others' copies */
