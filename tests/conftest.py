@@ -8,7 +8,7 @@ import torch
 import kullback
 from kullback.backends import build, c
 from tests import emulation
-from tests.kinds import FEW
+from tests.kinds import FEW, GPU
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,13 +34,7 @@ def kernels_build():
     assert not build.failures
 
 
-def _backends():
-    yield pytest.param("torch", id="torch")
-    yield pytest.param("c", id="c")
-    yield pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=list(_backends()))
+@pytest.fixture(params=["torch", "c", GPU])
 def backend(request):
     """Each backend in turn, forced; `device` is where its tensors lie. "emulated", for those who ask: CUDA's on a CPU.
 

@@ -11,7 +11,7 @@ import torch
 
 import kullback
 from tests import kinds, oracle
-from tests.kinds import KINDS
+from tests.kinds import GPU, KINDS
 from tests.samples import sample
 from tests.tolerances import FLOAT_GRADIENT, FLOAT_SUM, relative_error
 
@@ -63,7 +63,7 @@ LONG = [
 
 long_in_c = pytest.mark.parametrize(
     "backend",
-    ["torch", pytest.param("c", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)],
+    ["torch", pytest.param("c", marks=pytest.mark.full), GPU],
     indirect=True,
 )
 

@@ -9,11 +9,11 @@ import torch
 import kullback
 from kullback.backends import pytorch
 from tests import oracle, samples
+from tests.kinds import GPU
 from tests.samples import masked, sample
 from tests.tolerances import relative_error
 
 INF, NAN = math.inf, math.nan
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = pytest.mark.parametrize("device", ["cpu", GPU])
 
 
