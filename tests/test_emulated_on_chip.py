@@ -261,6 +261,60 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
                     assert relative_error(mine[-3:], expected[row, -3:]) < 2**-7, name
 
 
+@pytest.mark.parametrize("weight", [1.0, -1.0, 1e-20, 1e20])
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "mixed_kl"])
+def test_close_rows_by_log_ratios(backend, generator, kind, weight):
+    """Whatever is upstream, which masses are multiplied by where it is a number like theirs."""
+    lacks = {"kl": {"y": slice(5000, 5003)}, "reverse_kl": {"x": slice(5000, 5003)}}.get(kind, {"both": slice(9, 12)})
+    rows = samples.batch(
+        generator,
+        9003,
+        torch.bfloat16,
+        spread=3.0,
+        **{f"apart{noise}": apart(noise) for noise in (0.01, 0.05, 0.2)},
+        some_far=spiked(0.05, 2.0, 97),
+        masked=masked(apart(0.1), both=slice(3000, 5000)),
+        lacks=masked(apart(0.1), **lacks),
+        offset=samples.shifted(0.05, 20.0),
+        beyond=samples.shifted(0.05, 64.0),
+        sure=peaked(apart(0.2), 61, 5.0),
+        equal=equal,
+    )
+    sides = [side.double().requires_grad_() for side in (rows.x, rows.y)]
+    truth = oracle.divergence(*sides, kind, **kinds.parameters(kind))
+    expected = torch.autograd.grad(truth.sum(), sides)
+    factor = torch.tensor([weight])
+    for row, name in enumerate(rows.names):
+        ours = [side[row : row + 1].clone().requires_grad_() for side in (rows.x, rows.y)]
+        for count in (1, 2):
+            x, y = ours[0], ours[1] if count == 2 else ours[1].detach()
+            options = {"row_weight": factor, "reduction": "sum", **kinds.parameters(kind)}
+            loss = kullback.divergence(x, y, kind, **options)
+            alone = kullback.divergence(x.detach(), y.detach(), kind, **options)
+            gradients = torch.autograd.grad(loss, ours[:count])
+            for each in (loss, alone):
+                assert each == 0 if name == "equal" else relative_error(each / weight, truth[row]) < 5e-6, name
+            for mine, side in zip(gradients, expected, strict=False):
+                if name == "equal":
+                    assert mine.count_nonzero() == 0
+                else:
+                    assert relative_error(mine[0].double() / weight, side[row]) < BF16_GRADIENT, name
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_far_tokens_of_close_rows(backend, generator, kind):
+    """Their log-ratios are taken from exponents, which are rounded where logits are far from 0; others' are not."""
+    y = 100 + (torch.randn(16, 6152, generator=generator) * 32).round() / 16
+    y[:, 500] = y.logsumexp(-1) - 4
+    x = y.clone()
+    x[:, 500] -= 1.25
+    rows = x.half(), y.half()
+    truth = oracle.divergence(*(side.double() for side in rows), kind)
+    for row in range(len(x)):
+        loss = kullback.divergence(rows[0][row].clone().requires_grad_(), rows[1][row], kind, reduction="sum")
+        assert relative_error(loss, truth[row]) < LOSS
+
+
 @pytest.mark.parametrize(
     ("vocab", "dtype", "blocks", "kind"),
     [

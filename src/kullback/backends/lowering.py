@@ -12,7 +12,18 @@ from typing import NamedTuple
 
 from kullback.divergences import DESCRIBED, DIVERGENCES
 from kullback.forms import pair
-from kullback.formula import Program, Symbol, Value, absolute, node, select_near, small_expm1, variable, where
+from kullback.formula import (
+    Program,
+    Symbol,
+    Value,
+    absolute,
+    node,
+    select_near,
+    small_exp_remainder,
+    small_expm1,
+    variable,
+    where,
+)
 from kullback.problem import formula, has_corner
 
 
@@ -20,6 +31,16 @@ def lowered(kind: str, form: str, target_form: str) -> Mapping[str, Value]:
     """`Formula.element` for kernels: a mass of a logit is a power, and so is what is made of such masses."""
     lower = rewriter(_lower)
     return {name: lower(value) for name, value in formula(kind, form, target_form).element.items()}
+
+
+def near_element(kind: str) -> Mapping[str, Value]:
+    """The same of an element of logits in a row that is near.
+
+    Its log-ratio is small, and nothing is chosen by its size. By the ratio and one mass the difference of masses is
+    found, so that what that mass is off by is a factor of both.
+    """
+    lower = rewriter(_lower_near)
+    return {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
 
 
 WITH_CORNER = next(filter(has_corner, DESCRIBED))  # the only one
@@ -76,6 +97,15 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
         case "log_fraction", (part, whole, value):
             return node("logit_log_fraction", *part.args, whole, value) if _are_logit_masses(part) else value
     return node(op, *args)
+
+
+def _lower_near(op: str, args: tuple[Value, ...]) -> Value:
+    match op, args:
+        case "mass_difference", (p, _, ratio):
+            return p * (small_exp_remainder(ratio) - ratio)
+        case "select_near", (_, _, near, _):
+            return near
+    return _lower(op, args)
 
 
 def _are_logit_masses(*masses: Value) -> bool:

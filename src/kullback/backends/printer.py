@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, slopes_of
+from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, near_element, slopes_of
 from kullback.backends.near import MOST_TERMS, NEAR_TOLERANCE, WIDE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
@@ -40,7 +40,7 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
     program = Program({name: element[name] for name in ELEMENT})
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
     if "fast_" in prefixes:
-        elements += _print_moments(kind, names)
+        elements += _print_moments(kind, names) + _print_near_element(kind, names)
     if traced.has_tilted_lse:
         elements += _print_log_tilted(Program({"log_tilted": element["log_tilted"]}), names)
     finish, finished = print_steps(traced.finish, "double", {**names, "tilted_lse": "tilted_lse"}, "")
@@ -276,6 +276,18 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 """
 
 
+def _print_near_element(kind: str, names: dict[str, str]) -> str:
+    """`near_element`, of kinds that are functions of log-ratios' means; a macro says whether there is one."""
+    moments = moments_of(kind)
+    has_one = moments is not None and moments.exponent is None
+    macro = print_macros({"HAS_NEAR_ELEMENT": has_one})
+    if not has_one:
+        return macro
+    element = near_element(kind)
+    text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
+    return macro + re.sub(r"fast_(element|logit_difference|small_exp_remainder)\b", r"near_\1", text)
+
+
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:
     body, results = print_steps(program, "real", names, "safe_")
     return f"""\
@@ -290,11 +302,14 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
     """`Divergence.moments` and the exponent of its Chernoff coefficient; macros say which moments it wants."""
     found = moments_of(kind)
     if found is None:
-        return print_macros(dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0))
+        return print_macros(
+            dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0) | {"HAS_D_LOG_Q_SUM": 1}
+        )
     sums, asked = found
     wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
     _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
     macros = {f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}
+    macros["HAS_D_LOG_Q_SUM"] = int(not _is_zero(sums.outputs["d_log_q"]))
     return f"""\
 {print_macros(macros)}INLINE real chernoff_exponent(Parameters parameters)
 {{
@@ -304,6 +319,10 @@ INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, P
 {{
 {_print_result("Element", sums, names, "fast_")}}}
 """
+
+
+def _is_zero(output: float | str | int) -> bool:
+    return isinstance(output, float) and output == 0
 
 
 def _print_result(name: str, program: Program, names: dict[str, str], prefix: str) -> str:

@@ -12,6 +12,8 @@
 #define HAS_P_LOG_RATIO 0
 #define HAS_Q_LOG_RATIO 0
 #define HAS_CHERNOFF 0
+#define HAS_D_LOG_Q_SUM 1 /* whether Σ d_log_q may be other than 0 where moments give it */
+#define HAS_NEAR_ELEMENT 1 /* whether the formula serves rows that are near, too, with a log-ratio and one mass */
 #define HAS_TILTED_LSE 1 /* whether the row is finished with log Σ p^a q^(1-a), which counts as far from 0 above this */
 #define FAR_TILTED_LSE 0.5f
 #define HAS_SLOPES 1 /* whether derivatives over their masses are known, and what they are like */
@@ -47,6 +49,7 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters) { re
 INLINE Element in_range_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element stable_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element fast_element(real x, real y, Row row, Parameters parameters) { return {}; }
+INLINE Element near_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Finish finish(double total, double tilted_lse, Parameters parameters) { return {}; }
 
 INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters) { return {}; }

@@ -1,8 +1,8 @@
 /* A row's gradients, written element by element. */
 #pragma once
 
+#include "cuda/logits/fast.cuh"
 #include "cuda/logits/labels.cuh"
-#include "cuda/logits/near.cuh"
 
 namespace kullback {
 
@@ -16,14 +16,20 @@ template <int MODE> INLINE Element floored_element(const Arguments &a, float &q,
     return element<MODE>(a, q, p, row);
 }
 
-/* Writes an element's gradients, and returns its term. */
+/* What an element's logits get; of logits that are (q, p) */
+INLINE void pull_back(const Arguments &a, const Element &e, float q, float p, GradOut grad_out, DX &input, DY &target)
+{
+    input = rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
+    target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
+}
+
+/* Finds an element's gradients, and returns its term. */
 template <int MODE>
 INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, DX &input, DY &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
     const Element e = floored_element<MODE>(a, q, p, row);
-    input = rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
-    target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
+    pull_back(a, e, q, p, grad_out, input, target);
     return e.term;
 }
 
@@ -115,133 +121,5 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
     }
     return term;
 }
-
-#if SUMS_FROM_MOMENTS && HAS_NEAR
-/* This thread's part of the sum of terms of a row that is near: what its moments say of it is good for gradients, which may be
-   written on the way, and too little for the loss. Where a log-ratio is long, nothing cancels in the fast formula. */
-template <bool WRITES, bool LAST>
-INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       GradOut grad_out)
-{
-    const Arguments &a = slice.a;
-    const LogRatio log_ratio(a, opaque(stats));
-    const Row row = row_constants<FAST>(a, stats, sums);
-    if (WRITES)
-        differentiate_label(a, pipeline, group, [&](float q, float p) {
-            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
-        }, grad_out);
-    const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
-    const GradientVectors vectors(slice);
-    TermSums term;
-    /* Whether that served an element */
-    const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
-        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
-        const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
-        const bool is_near = fabsf(r) < NEAR_RADIUS;
-        if (is_near)
-            term.light += sum;
-        if (WRITES) {
-            const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-            const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
-            if (WANT_INPUT)
-                input = rounded<DX>(q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope
-                                    * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
-            if (WANT_TARGET) { /* d_log_p + d_log_q is the term: Euler's */
-                const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
-                const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope));
-                target = rounded<DY>(fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target
-                                     * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
-            }
-        }
-        return is_near;
-    };
-    const auto take = [&](float x, float y, DX &input, DY &target) {
-        term.heavy += differentiate<FAST>(a, x, y, row, grad_out, input, target);
-    };
-    each_vector<false, LAST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<DX> input;
-        Packed<DY> target;
-        unsigned far = 0;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            far |= by_polynomials(at(x, k), at(y, k), input.element[k], target.element[k]) ? 0 : 1u << k;
-        if (far)
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++)
-                if (far >> k & 1)
-                    take(opaque(at(x, k)), opaque(at(y, k)), input.element[k], target.element[k]);
-        if (WRITES)
-            vectors.write(input, target, before);
-    });
-    each_edge(slice, group, [&](int i) {
-        DX input;
-        DY target;
-        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
-        if (!by_polynomials(x, y, input, target))
-            take(x, y, input, target);
-        if (WRITES)
-            write_element(slice, input, target, i);
-    });
-    return { log_ratio.rest * term.light, term.heavy };
-}
-#elif SUMS_FROM_MOMENTS
-/* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
-template <bool WRITES, bool LAST>
-INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       GradOut grad_out)
-{
-    const Arguments &a = slice.a;
-    const Row row = row_constants<FAST>(a, stats, sums);
-    if (WRITES)
-        differentiate_label(a, pipeline, group, [&](float q, float p) {
-            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
-        }, grad_out);
-    /* Where the target's mass is little and the input's is not, nothing cancels. */
-    const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
-    const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
-    const GradientVectors vectors(slice);
-    TermSums term;
-    const auto is_heavy = [&](float y) { return target_of(a, y) >= heavy; };
-    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<DX> input;
-        Packed<DY> target;
-        float part = 0;
-        bool is_light = true;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) {
-            const float more = differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
-            if (!is_heavy(at(y, k)))
-                part += more;
-            else
-                is_light = false;
-        }
-        term.light += part;
-        if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
-            vectors.write(input, target, before);
-        return is_light;
-    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row) {
-        term.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
-    }, [&](int first) {
-        if (RESIDENT || !WRITES)
-            return;
-        const Packed<X> x = load(slice.x() + first);
-        const Packed<Y> y = load(slice.y() + first);
-        Packed<DX> input;
-        Packed<DY> target;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
-        vectors.write(input, target, (first - slice.head) / WIDTH * (long long)X_BYTES);
-    }, [&](int i, const Row &heavy_row) {
-        DX input;
-        DY target;
-        term.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
-        if (WRITES)
-            write_element(slice, input, target, i);
-    }, [&] { return heavy_row(a, stats, row); });
-    const float norm = in_range_ratio_or_zero(1, mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature));
-    return { term.light * norm, term.heavy * norm };
-}
-#endif
 
 }

@@ -1,0 +1,281 @@
+/* The sum of terms of rows that are near, of kinds whose gradients follow from moments: what these say of such a row is good for
+   gradients, which are written on the way, and too little for the loss. */
+#pragma once
+
+#include "cuda/logits/gradients.cuh"
+#include "cuda/logits/near.cuh"
+
+namespace kullback {
+
+#if SUMS_FROM_MOMENTS && HAS_NEAR_ELEMENT
+/* What is upstream of either side's logits: where temperatures are equal, it is one. */
+INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input : WANT_TARGET ? grad_out.target : 1; }
+
+/* Whether masses may be multiplied by it, and are masses still */
+INLINE bool is_factor(float upstream) { return upstream > 1e-18f && upstream < 1e18f; }
+
+/* Whether so few of a sample's neighbours are apart that hardly an element is far */
+INLINE bool are_few(float spread, float sampled) { return 32 * spread <= sampled; }
+
+/* Of the row's sample; where nothing of that is known, true */
+INLINE bool may_be_close(const Slice &slice, const RowGroup &group, const RowStats &stats)
+{
+    return !SPREAD_SHARED || warp_all(are_few(stats.spread, (float)sampled_pairs(slice, group)));
+}
+
+/* Else of what this warp has */
+INLINE bool seems_close(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    float before = 0, spread = 0;
+    if (SPREAD_SHARED)
+        return may_be_close(slice, group, stats);
+    each_first(slice, pipeline, group, [&](float x, float y, int k) {
+        const float apart = target_of(a, y) - input_of(a, x);
+        spread += k % 2 ? spread_of(a, apart - before) : 0;
+        before = apart;
+    });
+    return warp_all(are_few(warp_sum(spread), 32 * (SAMPLE_WIDTH / 2)));
+}
+
+/* Whether `near_element` serves such a row: log-sum-exps differ by so little, 32 nats, that the square of half a unit in its last
+   place is nothing; and masses may be multiplied by what is upstream. */
+INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    const float inv_temperature = a.input_inv_temperature; /* of both */
+    const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);
+    const float y_log2_z = log2_z(stats.y_max, stats.y_sum_exp, inv_temperature);
+    const double upstream = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
+    return warp_all(fabsf(y_log2_z - x_log2_z) < 46 && is_factor(upstream_of(GradOut(a, (float)upstream))));
+}
+
+/* What a close row's elements are found by: the log-ratio and one mass (`near_element`). Elements are homogeneous in their masses:
+   with what is upstream in these, gradients need not be multiplied. */
+struct CloseElements {
+    Row row;
+    GradOut in_masses;
+    float factor, whole; /* of masses, and what they sum to */
+    float shift;         /* of log-ratios, from those of the fast mode, whose roundings a sure token's gradient would show */
+
+    INLINE CloseElements(const Arguments &a, const RowStats &stats, const Row &fast, GradOut grad_out)
+        : row(fast), in_masses(grad_out), factor(upstream_of(grad_out))
+    {
+        in_masses.input = in_masses.target = 1;
+        row.input_max = opaque(row.input_max - lg2(factor)); /* else both are found again for each vector */
+        row.target_max = opaque(row.target_max - lg2(factor));
+        row.log_z_diff_high = (float)log_z_diff_of(a, stats);
+        row.log_z_diff_low = 0;
+        shift = fast.log_z_diff_high - row.log_z_diff_high + fast.log_z_diff_low;
+        whole = HAS_P_LOG_RATIO
+            ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) * ex2(fast.target_max - row.target_max)
+            : mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) * ex2(fast.input_max - row.input_max);
+    }
+    INLINE bool is_near(float q, float p) const
+    {
+        const float ratio = near_logit_difference(p, row.target_inv_temperature, q, row.input_inv_temperature, row.log_z_diff_high,
+                                                  row.log_z_diff_low);
+        return fabsf(ratio) < NEAR_ELEMENT_RADIUS;
+    }
+    INLINE Element near(const Arguments &a, float q, float p) const
+    {
+        Element e = near_element(q, p, row, a.parameters);
+        if (!HAS_D_LOG_Q_SUM && !IS_MIXED)
+            e.input = e.d_log_q;
+        return e;
+    }
+    /* Of masses that are not multiplied. Of elements that are near only one mass is found; the other is to be as theirs. */
+    static INLINE Element far(const Arguments &a, float q, float p, const Row &fast, float shift)
+    {
+        Element e = floored_element<FAST>(a, q, p, fast);
+        e.term -= shift * e.d_log_q;
+        return e;
+    }
+};
+
+/* As `near_term` */
+template <bool WRITES, bool LAST>
+INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Row &fast,
+                           GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    const CloseElements elements(a, opaque(stats), fast, grad_out);
+    if (WRITES)
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            return elements.is_near(q, p) ? elements.near(a, q, p).input
+                                          : elements.far(a, q, p, fast, 0).input * grad_out.input;
+        }, grad_out);
+    const GradientVectors vectors(slice);
+    TermSums term;
+    each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+        float part = 0;
+        bool are_near = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
+            const Element e = elements.near(a, q, p);
+            pull_back(a, e, q, p, elements.in_masses, input.element[k], target.element[k]);
+            part += e.term;
+            are_near &= elements.is_near(q, p);
+        }
+        if (are_near) { /* else logits are to be read again, which the gradient may be written over */
+            term.light += part;
+            if (WRITES)
+                vectors.write(input, target, before);
+        }
+        return are_near;
+    }, [&](float x, float y, int i, int, const Row &) {
+        DX input;
+        DY target;
+        const float q = input_of(a, x), p = target_of(a, y);
+        if (elements.is_near(q, p)) {
+            const Element e = elements.near(a, q, p);
+            pull_back(a, e, q, p, elements.in_masses, input, target);
+            term.light += e.term;
+        } else { /* nothing cancels in the fast formula */
+            const Element e = elements.far(a, q, p, fast, elements.shift);
+            pull_back(a, e, q, p, grad_out, input, target);
+            term.heavy += e.term;
+        }
+        if (WRITES)
+            write_element(slice, input, target, i);
+    }, [&] { return fast; });
+    const float norm = in_range_ratio_or_zero(1, elements.whole);
+    return { norm * term.light, norm * elements.factor * term.heavy };
+}
+#endif
+
+#if SUMS_FROM_MOMENTS && HAS_NEAR
+/* This thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
+template <bool WRITES, bool LAST>
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
+                       GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    const LogRatio log_ratio(a, opaque(stats));
+    const Row row = row_constants<FAST>(a, stats, sums);
+    if (WRITES)
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
+        }, grad_out);
+    const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
+    const GradientVectors vectors(slice);
+    TermSums term;
+    /* Whether that served an element */
+    const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
+        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
+        const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
+        const bool is_near = fabsf(r) < NEAR_RADIUS;
+        if (is_near)
+            term.light += sum;
+        if (WRITES) {
+            const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+            const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
+            if (WANT_INPUT)
+                input = rounded<DX>(q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope
+                                    * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
+            if (WANT_TARGET) { /* d_log_p + d_log_q is the term: Euler's */
+                const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
+                const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope));
+                target = rounded<DY>(fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target
+                                     * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
+            }
+        }
+        return is_near;
+    };
+    const auto take = [&](float x, float y, DX &input, DY &target) {
+        term.heavy += differentiate<FAST>(a, x, y, row, grad_out, input, target);
+    };
+    each_vector<false, LAST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+        unsigned far = 0;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            far |= by_polynomials(at(x, k), at(y, k), input.element[k], target.element[k]) ? 0 : 1u << k;
+        if (far)
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                if (far >> k & 1)
+                    take(opaque(at(x, k)), opaque(at(y, k)), input.element[k], target.element[k]);
+        if (WRITES)
+            vectors.write(input, target, before);
+    });
+    each_edge(slice, group, [&](int i) {
+        DX input;
+        DY target;
+        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
+        if (!by_polynomials(x, y, input, target))
+            take(x, y, input, target);
+        if (WRITES)
+            write_element(slice, input, target, i);
+    });
+    return { log_ratio.rest * term.light, term.heavy };
+}
+#elif SUMS_FROM_MOMENTS
+/* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
+template <bool WRITES, bool LAST>
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
+                       GradOut grad_out)
+{
+    const Arguments &a = slice.a;
+    const Row row = row_constants<FAST>(a, stats, sums);
+#if HAS_NEAR_ELEMENT
+    if (is_factor(upstream_of(grad_out)) && seems_close(slice, pipeline, group, stats))
+        return close_term<WRITES, LAST>(slice, pipeline, group, stats, row, grad_out);
+#endif
+    if (WRITES)
+        differentiate_label(a, pipeline, group, [&](float q, float p) {
+            return floored_element<FAST>(a, q, p, row).input * grad_out.input;
+        }, grad_out);
+    /* Where the target's mass is little and the input's is not, nothing cancels. */
+    const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
+    const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
+    const GradientVectors vectors(slice);
+    TermSums term;
+    const auto is_heavy = [&](float y) { return target_of(a, y) >= heavy; };
+    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+        float part = 0;
+        bool is_light = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++) {
+            const float more = differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+            if (!is_heavy(at(y, k)))
+                part += more;
+            else
+                is_light = false;
+        }
+        term.light += part;
+        if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
+            vectors.write(input, target, before);
+        return is_light;
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row) {
+        term.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+    }, [&](int first) {
+        if (RESIDENT || !WRITES)
+            return;
+        const Packed<X> x = load(slice.x() + first);
+        const Packed<Y> y = load(slice.y() + first);
+        Packed<DX> input;
+        Packed<DY> target;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+        vectors.write(input, target, (first - slice.head) / WIDTH * (long long)X_BYTES);
+    }, [&](int i, const Row &heavy_row) {
+        DX input;
+        DY target;
+        term.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
+        if (WRITES)
+            write_element(slice, input, target, i);
+    }, [&] { return heavy_row(a, stats, row); });
+    const float norm = in_range_ratio_or_zero(1, mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature));
+    return { term.light * norm, term.heavy * norm };
+}
+#endif
+
+}
