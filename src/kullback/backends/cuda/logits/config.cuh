@@ -48,7 +48,11 @@
 #undef HAS_LOG_FRACTION
 #define HAS_LOG_FRACTION 0
 #endif
-#define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32) /* short rows have no registers for it */
+#if THREADS_PER_ROW <= 32 /* short rows have no registers for it, nor for a series */
+#undef HAS_NEAR_ELEMENT
+#define HAS_NEAR_ELEMENT 0
+#endif
+#define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32)
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 #define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
