@@ -11,9 +11,6 @@ namespace kullback {
 /* What is upstream of either side's logits: where temperatures are equal, it is one. */
 INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input : WANT_TARGET ? grad_out.target : 1; }
 
-/* Whether masses may be multiplied by it, and are masses still */
-INLINE bool is_factor(float upstream) { return upstream > 1e-18f && upstream < 1e18f; }
-
 /* Whether so few of a sample's neighbours are apart that hardly an element is far */
 INLINE bool are_few(float spread, float sampled) { return 32 * spread <= sampled; }
 
@@ -38,16 +35,17 @@ INLINE bool seems_close(const Slice &slice, const Pipeline &pipeline, const RowG
     return warp_all(are_few(warp_sum(spread), 32 * (SAMPLE_WIDTH / 2)));
 }
 
-/* Whether `near_element` serves such a row: log-sum-exps differ by so little, 32 nats, that the square of half a unit in its last
-   place is nothing; and masses may be multiplied by what is upstream. */
+/* Whether `near_element` serves such a row: temperatures are equal; log-sum-exps differ by so little, 32 nats, that the square of
+   half a unit in its last place is nothing; and masses multiplied by what is upstream are masses still. */
 INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
 {
     const Arguments &a = slice.a;
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);
     const float y_log2_z = log2_z(stats.y_max, stats.y_sum_exp, inv_temperature);
-    const double upstream = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
-    return warp_all(fabsf(y_log2_z - x_log2_z) < 46 && is_factor(upstream_of(GradOut(a, (float)upstream))));
+    const double loss = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
+    const float upstream = upstream_of(GradOut(a, (float)loss));
+    return warp_all(has_one_temperature(a) && fabsf(y_log2_z - x_log2_z) < 46 && upstream > 1e-18f && upstream < 1e18f);
 }
 
 /* What a close row's elements are found by: the log-ratio and one mass (`near_element`). Elements are homogeneous in their masses:
@@ -223,7 +221,7 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
 #if HAS_NEAR_ELEMENT
-    if (is_factor(upstream_of(grad_out)) && seems_close(slice, pipeline, group, stats))
+    if (seems_close(slice, pipeline, group, stats) && is_in_reach(slice, stats))
         return close_term<WRITES, LAST>(slice, pipeline, group, stats, row, grad_out);
 #endif
     if (WRITES)

@@ -189,15 +189,6 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
 
 #if SUMS_FROM_MOMENTS
-/* Whether gradients have no use for the row's sums, now or later: what moments say of them may be coarse. */
-INLINE bool is_free_of_sums(const Arguments &a)
-{
-    return !HAS_D_LOG_Q_SUM && VERB == VERB_LOSS && (WANT_GRADIENT ? WANT_INPUT && !WANT_TARGET : a.found == 0);
-}
-
-/* Of less a sure token's gradient shows what floats make of log-sum-exps. */
-#define LEAST_NEAR_SUM 5e-5f
-
 /* A row's sum is what is left of a moment and the difference of log-sum-exps against the maxima that were estimated, log2: of
    these 1.5e-7 is rounded. Where near rows have a cheap way, less than so much of it counts as near. */
 #define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
@@ -218,8 +209,6 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     float least = MIN_FAST_SUM;
     if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
         least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
-    const bool may_be_near = REFINES_HEAVY && has_one_temperature(a);
-    const auto seems_near = [&](float least) { return may_be_near && is_well_conditioned(found.sums, least); };
     const auto is_foreseen = [&] {
 #if HAS_SERIES
         return SUMS_WHILE_WRITING && has_one_temperature(a) && warp_all(is_finite(found.sums))
@@ -228,22 +217,22 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         return false;
 #endif
     };
+    const auto seems_near = [&] { return REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM); };
     const auto near = [&] {
         found.mode = FAST;
         found.lacks_term = true;
     };
-    const float least_near = is_free_of_sums(a) ? LEAST_NEAR_SUM : MIN_NEAR_SUM;
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
-    else if (!may_be_close(slice, group, stats) && seems_near(least_near))
+    else if (!may_be_close(slice, group, stats) && seems_near())
         near();
-    else if (may_be_near && is_in_reach(slice, stats) && (seems_near(least_near) || is_foreseen()))
+    else if (REFINES_HEAVY && is_in_reach(slice, stats) && (seems_near() || (warp_all(found.sums.term != 0) && is_foreseen())))
         near();
 #endif
     else if (is_foreseen())
         found.mode = STABLE;
-    else if (seems_near(MIN_NEAR_SUM))
+    else if (seems_near())
         near();
 #if HAS_TILTED_LSE
     const float lse = logf(moments[CHERNOFF] / stats.x_sum_exp * norm);
