@@ -277,9 +277,9 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 
 
 def _print_near_element(kind: str, names: dict[str, str]) -> str:
-    """`near_element`, of kinds that are functions of log-ratios' means; a macro says whether there is one."""
+    """`near_element`, of kinds that are the mean of a log-ratio; a macro says whether there is one."""
     moments = moments_of(kind)
-    has_one = moments is not None and moments.exponent is None
+    has_one = moments is not None and moments.exponent is None and len(_moments_in(moments.sums)) == 1
     macro = print_macros({"HAS_NEAR_ELEMENT": has_one})
     if not has_one:
         return macro
@@ -306,7 +306,7 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
             dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0) | {"HAS_D_LOG_Q_SUM": 1}
         )
     sums, asked = found
-    wanted = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
+    wanted = _moments_in(sums)
     _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
     macros = {f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}
     macros["HAS_D_LOG_Q_SUM"] = int(not _is_zero(sums.outputs["d_log_q"]))
@@ -319,6 +319,11 @@ INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, P
 {{
 {_print_result("Element", sums, names, "fast_")}}}
 """
+
+
+def _moments_in(sums: Program) -> set[str]:
+    found = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
+    return {name for name in Moments._fields if name in found}
 
 
 def _is_zero(output: float | str | int) -> bool:

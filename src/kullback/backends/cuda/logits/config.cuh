@@ -95,7 +95,9 @@
 #define HAS_Q_LOG_RATIO 1
 #endif
 /* Where nothing of the kind foresees it, or not enough, whether a sample of the row does */
-#define SAMPLES_SPREAD (SUMS_WHILE_WRITING || (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE))
+#define SAMPLES_SPREAD \
+    (SUMS_WHILE_WRITING || (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
+     || (HAS_NEAR_ELEMENT && REFINES_HEAVY && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 
 /* A sum above this was no number */

@@ -11,28 +11,12 @@ namespace kullback {
 /* What is upstream of either side's logits: where temperatures are equal, it is one. */
 INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input : WANT_TARGET ? grad_out.target : 1; }
 
-/* Whether so few of a sample's neighbours are apart that hardly an element is far */
-INLINE bool are_few(float spread, float sampled) { return 32 * spread <= sampled; }
-
-/* Of the row's sample; where nothing of that is known, true */
-INLINE bool may_be_close(const Slice &slice, const RowGroup &group, const RowStats &stats)
+/* Whether so few of a sample's neighbours are apart that hardly an element of the row is far */
+INLINE bool are_few_far(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
-    return !SPREAD_SHARED || warp_all(are_few(stats.spread, (float)sampled_pairs(slice, group)));
-}
-
-/* Else of what this warp has */
-INLINE bool seems_close(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, const RowStats &stats)
-{
-    const Arguments &a = slice.a;
-    float before = 0, spread = 0;
-    if (SPREAD_SHARED)
-        return may_be_close(slice, group, stats);
-    each_first(slice, pipeline, group, [&](float x, float y, int k) {
-        const float apart = target_of(a, y) - input_of(a, x);
-        spread += k % 2 ? spread_of(a, apart - before) : 0;
-        before = apart;
-    });
-    return warp_all(are_few(warp_sum(spread), 32 * (SAMPLE_WIDTH / 2)));
+    const float sampled = (float)sampled_pairs(slice, group);
+    return SPREAD_SHARED ? warp_all(32 * stats.spread <= sampled)
+                         : at_most_one_in(32, slice.a, pipeline, group, stats.spread, sampled);
 }
 
 /* Whether `near_element` serves such a row: temperatures are equal; log-sum-exps differ by so little, 32 nats, that the square of
@@ -149,7 +133,7 @@ INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &gro
 /* This thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
 template <bool WRITES, bool LAST>
 INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       GradOut grad_out)
+                       bool, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const LogRatio log_ratio(a, opaque(stats));
@@ -216,12 +200,12 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 /* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
 template <bool WRITES, bool LAST>
 INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       GradOut grad_out)
+                       bool is_close, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
 #if HAS_NEAR_ELEMENT
-    if (seems_close(slice, pipeline, group, stats) && is_in_reach(slice, stats))
+    if (is_close)
         return close_term<WRITES, LAST>(slice, pipeline, group, stats, row, grad_out);
 #endif
     if (WRITES)

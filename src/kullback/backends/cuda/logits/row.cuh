@@ -22,7 +22,8 @@ struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
-    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet */
+    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet: */
+    bool is_close = false;   /* of elements of which hardly one is far */
     SlopeScale cached = { 1, 0 };
 };
 
@@ -218,17 +219,18 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
     };
     const auto seems_near = [&] { return REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM); };
-    const auto near = [&] {
+    const auto near = [&](bool is_close = false) {
         found.mode = FAST;
         found.lacks_term = true;
+        found.is_close = is_close;
     };
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
-    else if (!may_be_close(slice, group, stats) && seems_near())
+    else if (REFINES_HEAVY && !are_few_far(slice, pipeline, group, stats) && seems_near())
         near();
-    else if (REFINES_HEAVY && is_in_reach(slice, stats) && (seems_near() || (warp_all(found.sums.term != 0) && is_foreseen())))
-        near();
+    else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
+        near(true);
 #endif
     else if (is_foreseen())
         found.mode = STABLE;
@@ -519,7 +521,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
             term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
         if (found.mode == FAST)
-            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, grad_out);
+            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close, grad_out);
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
