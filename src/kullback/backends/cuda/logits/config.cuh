@@ -48,7 +48,7 @@
 #undef HAS_LOG_FRACTION
 #define HAS_LOG_FRACTION 0
 #endif
-#if THREADS_PER_ROW <= 32 /* short rows have no registers for it, nor for a series */
+#if !HAS_FAST || THREADS_PER_ROW <= 32 /* short rows have no registers for it, nor for a series */
 #undef HAS_NEAR_ELEMENT
 #define HAS_NEAR_ELEMENT 0
 #endif
