@@ -262,10 +262,10 @@ def test_rows_at_every_distance(backend, generator, kind, parameter, is_on_chip)
 
 
 @pytest.mark.parametrize("weight", [1.0, -1.0, 1e-20, 1e20])
-@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "mixed_kl"])
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
 def test_close_rows_by_log_ratios(backend, generator, kind, weight):
     """Whatever is upstream, which masses are multiplied by where it is a number like theirs."""
-    lacks = {"kl": {"y": slice(5000, 5003)}, "reverse_kl": {"x": slice(5000, 5003)}}.get(kind, {"both": slice(9, 12)})
+    lacks = {{"kl": "y", "reverse_kl": "x"}[kind]: slice(5000, 5003)}  # a side whose mass is nothing there
     rows = samples.batch(
         generator,
         9003,
