@@ -277,15 +277,17 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 
 
 def _print_near_element(kind: str, names: dict[str, str]) -> str:
-    """`near_element`, of kinds that are the mean of a log-ratio; a macro says whether there is one."""
+    """`near_element`, of kinds that are the mean of a log-ratio.
+
+    Macros say whether there is one, and whether the row's Σ d_log_q may be other than 0.
+    """
     moments = moments_of(kind)
-    has_one = moments is not None and moments.exponent is None and len(_moments_in(moments.sums)) == 1
-    macro = print_macros({"HAS_NEAR_ELEMENT": has_one})
-    if not has_one:
-        return macro
-    element = near_element(kind)
+    if moments is None or moments.exponent is not None or len(_moments_in(moments.sums)) != 1:
+        return print_macros({"HAS_NEAR_ELEMENT": 0})
+    of_q, element = moments.sums.outputs["d_log_q"], near_element(kind)
+    macros = print_macros({"HAS_NEAR_ELEMENT": 1, "HAS_D_LOG_Q_SUM": not (isinstance(of_q, float) and of_q == 0)})
     text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
-    return macro + re.sub(r"fast_(element|logit_difference|small_exp_remainder)\b", r"near_\1", text)
+    return macros + re.sub(r"fast_(element|logit_difference|small_exp_remainder)\b", r"near_\1", text)
 
 
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:
@@ -302,14 +304,11 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
     """`Divergence.moments` and the exponent of its Chernoff coefficient; macros say which moments it wants."""
     found = moments_of(kind)
     if found is None:
-        return print_macros(
-            dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0) | {"HAS_D_LOG_Q_SUM": 1}
-        )
+        return print_macros(dict.fromkeys((f"HAS_{name.upper()}" for name in Moments._fields), 0))
     sums, asked = found
     wanted = _moments_in(sums)
     _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
     macros = {f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}
-    macros["HAS_D_LOG_Q_SUM"] = int(not _is_zero(sums.outputs["d_log_q"]))
     return f"""\
 {print_macros(macros)}INLINE real chernoff_exponent(Parameters parameters)
 {{
@@ -324,10 +323,6 @@ INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, P
 def _moments_in(sums: Program) -> set[str]:
     found = {operand for step in sums.steps for operand in step.operands} | set(sums.outputs.values())
     return {name for name in Moments._fields if name in found}
-
-
-def _is_zero(output: float | str | int) -> bool:
-    return isinstance(output, float) and output == 0
 
 
 def _print_result(name: str, program: Program, names: dict[str, str], prefix: str) -> str:

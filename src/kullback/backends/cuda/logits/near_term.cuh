@@ -11,15 +11,7 @@ namespace kullback {
 /* What is upstream of either side's logits: where temperatures are equal, it is one. */
 INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input : WANT_TARGET ? grad_out.target : 1; }
 
-/* Whether so few of a sample's neighbours are apart that hardly an element of the row is far */
-INLINE bool are_few_far(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
-{
-    const float sampled = (float)sampled_pairs(slice, group);
-    return SPREAD_SHARED ? warp_all(32 * stats.spread <= sampled)
-                         : at_most_one_in(32, slice.a, pipeline, group, stats.spread, sampled);
-}
-
-/* Whether `near_element` serves such a row: temperatures are equal; log-sum-exps differ by so little, 32 nats, that the square of
+/* Whether `near_element` serves a row of which hardly an element is far: temperatures are equal; log-sum-exps differ by so little, 32 nats, that the square of
    half a unit in its last place is nothing; and masses multiplied by what is upstream are masses still. */
 INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
 {
@@ -67,7 +59,7 @@ struct CloseElements {
         return e;
     }
     /* Of masses that are not multiplied. Of elements that are near only one mass is found; the other is to be as theirs. */
-    static INLINE Element far(const Arguments &a, float q, float p, const Row &fast, float shift)
+    INLINE Element far(const Arguments &a, float q, float p, const Row &fast) const
     {
         Element e = floored_element<FAST>(a, q, p, fast);
         e.term -= shift * e.d_log_q;
@@ -85,7 +77,7 @@ INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &gro
     if (WRITES)
         differentiate_label(a, pipeline, group, [&](float q, float p) {
             return elements.is_near(q, p) ? elements.near(a, q, p).input
-                                          : elements.far(a, q, p, fast, 0).input * grad_out.input;
+                                          : elements.far(a, q, p, fast).input * grad_out.input;
         }, grad_out);
     const GradientVectors vectors(slice);
     TermSums term;
@@ -117,7 +109,7 @@ INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &gro
             pull_back(a, e, q, p, elements.in_masses, input, target);
             term.light += e.term;
         } else { /* nothing cancels in the fast formula */
-            const Element e = elements.far(a, q, p, fast, elements.shift);
+            const Element e = elements.far(a, q, p, fast);
             pull_back(a, e, q, p, grad_out, input, target);
             term.heavy += e.term;
         }

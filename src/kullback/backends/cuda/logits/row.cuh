@@ -178,10 +178,7 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     if (warp_all(squares > MIN_SQUARES && squares < MAX_SQUARES)) {
         const bool is_near = fabsf(shift) * LN2 < LONG_RATIO && !is_most(stats.x_sum_exp, a.input_inv_temperature)
             && !is_most(stats.y_sum_exp, a.target_inv_temperature);
-        const float sampled = (float)sampled_pairs(slice, group);
-        return warp_all(is_near)
-            && (SPREAD_SHARED ? warp_all(32 * stats.spread <= (HAS_PEERS ? stats.sampled : sampled))
-                              : at_most_one_in(32, a, pipeline, group, stats.spread, sampled));
+        return warp_all(is_near) && are_few_apart(slice, pipeline, group, stats);
     }
     /* A Chernoff coefficient is rounded to 1 of other rows too. */
     return warp_all(curvature != 0 && sums.term == 0 && sums.d_log_p == 0 && sums.d_log_q == 0)
@@ -227,7 +224,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
-    else if (REFINES_HEAVY && !are_few_far(slice, pipeline, group, stats) && seems_near())
+    else if (REFINES_HEAVY && !are_few_apart(slice, pipeline, group, stats) && seems_near())
         near();
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
         near(true);

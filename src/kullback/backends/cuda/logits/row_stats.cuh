@@ -156,6 +156,14 @@ INLINE float spread_of(const Arguments &a, float difference)
     return fminf(fabsf(difference), MAX_SPREAD);
 }
 
+/* Whether at most one in 32 of a sample's neighbours are apart: hardly an element of the row is far then. */
+INLINE bool are_few_apart(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+{
+    const float sampled = (float)sampled_pairs(slice, group);
+    return SPREAD_SHARED ? warp_all(32 * stats.spread <= (HAS_PEERS ? stats.sampled : sampled))
+                         : at_most_one_in(32, slice.a, pipeline, group, stats.spread, sampled);
+}
+
 /* The whole row's, against these maxima; FIRST: as of `each_vector` */
 template <bool FIRST>
 INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowMax row_max)
