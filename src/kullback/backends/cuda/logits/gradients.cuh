@@ -122,4 +122,34 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
     return term;
 }
 
+/* Writes gradients of vectors of which now(x, y, input, target, term) serves all elements, and adds their terms to `light`. Others
+   are given to later(x, y, row(), input, target), many vectors later: their logits are read again, which gradients may be written
+   over. */
+template <bool WRITES, bool LAST, typename F, typename G, typename R>
+INLINE void write_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, float &light, F now, G later, R row)
+{
+    const GradientVectors vectors(slice);
+    each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+        float part = 0;
+        bool all = true;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            all &= now(at(x, k), at(y, k), input.element[k], target.element[k], part);
+        if (all) {
+            light += part;
+            if (WRITES)
+                vectors.write(input, target, before);
+        }
+        return all;
+    }, [&](float x, float y, int i, int, const Row &found) {
+        DX input;
+        DY target;
+        later(x, y, found, input, target);
+        if (WRITES)
+            write_element(slice, input, target, i);
+    }, row);
+}
+
 }

@@ -79,42 +79,25 @@ INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &gro
             return elements.is_near(q, p) ? elements.near(a, q, p).input
                                           : elements.far(a, q, p, fast).input * grad_out.input;
         }, grad_out);
-    const GradientVectors vectors(slice);
     TermSums term;
-    each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<DX> input;
-        Packed<DY> target;
-        float part = 0;
-        bool are_near = true;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) {
-            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
-            const Element e = elements.near(a, q, p);
-            pull_back(a, e, q, p, elements.in_masses, input.element[k], target.element[k]);
-            part += e.term;
-            are_near &= elements.is_near(q, p);
-        }
-        if (are_near) { /* else logits are to be read again, which the gradient may be written over */
-            term.light += part;
-            if (WRITES)
-                vectors.write(input, target, before);
-        }
-        return are_near;
-    }, [&](float x, float y, int i, int, const Row &) {
-        DX input;
-        DY target;
+    const auto take_near = [&](float q, float p, DX &input, DY &target, float &sum) {
+        const Element e = elements.near(a, q, p);
+        pull_back(a, e, q, p, elements.in_masses, input, target);
+        sum += e.term;
+    };
+    write_deferring<WRITES, LAST>(slice, pipeline, group, term.light, [&](float x, float y, DX &input, DY &target, float &part) {
+        const float q = input_of(a, x), p = target_of(a, y);
+        take_near(q, p, input, target, part);
+        return elements.is_near(q, p);
+    }, [&](float x, float y, const Row &, DX &input, DY &target) {
         const float q = input_of(a, x), p = target_of(a, y);
         if (elements.is_near(q, p)) {
-            const Element e = elements.near(a, q, p);
-            pull_back(a, e, q, p, elements.in_masses, input, target);
-            term.light += e.term;
+            take_near(q, p, input, target, term.light);
         } else { /* nothing cancels in the fast formula */
             const Element e = elements.far(a, q, p, fast);
             pull_back(a, e, q, p, grad_out, input, target);
             term.heavy += e.term;
         }
-        if (WRITES)
-            write_element(slice, input, target, i);
     }, [&] { return fast; });
     const float norm = in_range_ratio_or_zero(1, elements.whole);
     return { norm * term.light, norm * elements.factor * term.heavy };

@@ -134,31 +134,15 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
             const float r = series.of(q, p);
             return series.is_near(r) ? series.root(q, p) * polynomial(input_factor, r) : stable(q, p);
         }, grad_out);
-    const GradientVectors vectors(slice);
-    each_deferring<true, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<DX> input;
-        Packed<DY> target;
-        float part = 0;
-        bool all = true;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) {
-            const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k)), r = series.of(q, p), root = series.root(q, p);
-            const float of_q = root * polynomial(input_factor, r), of_p = root * polynomial(target_factor, r);
-            part = fmaf(root * (r * r), polynomial(term_factors, r), part);
-            input.element[k] = rounded<DX>(INPUT_IS_CAPPED ? of_q * softcap_grad(q, a.input_softcap) : of_q);
-            target.element[k] = rounded<DY>(TARGET_IS_CAPPED ? of_p * softcap_grad(p, a.target_softcap) : of_p);
-            all &= series.is_near(r);
-        }
-        if (all) { /* else logits are to be read again, which the gradient may be written over */
-            vectors.write(input, target, before);
-            term.light += part;
-        }
-        return all;
-    }, [&](float x, float y, int i, int, const Row &row) {
-        DX input;
-        DY target;
+    write_deferring<true, true>(slice, pipeline, group, term.light, [&](float x, float y, DX &input, DY &target, float &part) {
+        const float q = input_of(a, x), p = target_of(a, y), r = series.of(q, p), root = series.root(q, p);
+        const float of_q = root * polynomial(input_factor, r), of_p = root * polynomial(target_factor, r);
+        part = fmaf(root * (r * r), polynomial(term_factors, r), part);
+        input = rounded<DX>(INPUT_IS_CAPPED ? of_q * softcap_grad(q, a.input_softcap) : of_q);
+        target = rounded<DY>(TARGET_IS_CAPPED ? of_p * softcap_grad(p, a.target_softcap) : of_p);
+        return series.is_near(r);
+    }, [&](float x, float y, const Row &row, DX &input, DY &target) {
         term.heavy += differentiate<STABLE>(a, x, y, row, grad_out, input, target);
-        write_element(slice, input, target, i);
     }, [&] { return row_constants<STABLE>(a, opaque(stats), sums); });
     return { series.rest * term.light, term.heavy };
 }
