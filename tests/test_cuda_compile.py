@@ -374,6 +374,19 @@ def test_every_operation_exists_under_every_prefix(prefix):
     assert wanted <= set(re.findall(rf"\b{prefix}(\w+)", text))
 
 
+def test_the_polynomial_of_close_rows():
+    """As exact as docs/numerics.md says."""
+    text = (HERE / "logits/fast_math.cuh").read_text()
+    body = text.split("near_small_exp_remainder(real d)")[1].split("return")[0].replace("sum * d - ", "-")
+    factors = list(map(float, re.findall(r"(-?[0-9.]+(?:e-\d)?)f;", body)))
+    d = torch.linspace(-1, 1, 2000, dtype=torch.float64)
+    found = sum(factor * d**power for power, factor in enumerate(reversed(factors)))
+    error = (found / ((torch.expm1(-d) + d) / d**2) - 1).abs()
+    assert len(factors) == 6
+    assert error[d.abs() < 0.1].max() < 5e-7
+    assert error.max() < 4e-6
+
+
 def test_a_spill_is_an_error():
     source = Case("sm_90a", "renyi", "probs", "probs", torch.float32, "rows and both gradients").source()
     with pytest.raises(BuildError, match="spill"):
