@@ -101,6 +101,9 @@ def log_power_of_logits(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_i
 
 # What is not in the vocabulary: kernels have these, and they mean what the formula says.
 LOWERED = TENSOR | {
+    "logit_ratio": lambda y, _, y_scale, x, __, x_scale, *rest: TENSOR["logit_difference"](
+        y, y_scale, x, x_scale, *rest
+    ),
     "logit_sqrt": lambda *mass: logit_power(*mass, 0.5),
     "logit_log_geometric_mean": log_power_of_logits,
     "logit_geometric_mean": lambda *args: torch.exp(log_power_of_logits(*args)),

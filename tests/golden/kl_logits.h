@@ -11,7 +11,7 @@ typedef struct { double loss, derivative; } Finish;
 
 INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
 {
-    const real v0 = safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high, row.log_z_diff_low);
+    const real v0 = safe_logit_ratio(y, row.target_max, row.target_inv_temperature, x, row.input_max, row.input_inv_temperature, row.log_z_diff_high, row.log_z_diff_low);
     const real v1 = safe_logit_mass(y, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
     const real v2 = safe_small_exp_remainder(v0);
     const real v3 = v1 * v2;

@@ -94,6 +94,8 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
             return select_near(ratio, 0.5, where(ratio < 0.0, -(q * less), p * less), q - p)
         case "mixture", (a, p, b, q) if not _are_logit_masses(p, q):
             return a * p + b * q
+        case "logit_difference", (y, y_scale, x, x_scale, high, low):
+            return node("logit_ratio", y, variable("target_max"), y_scale, x, variable("input_max"), x_scale, high, low)
         case "log_fraction", (part, whole, value):
             return node("logit_log_fraction", *part.args, whole, value) if _are_logit_masses(part) else value
     return node(op, *args)

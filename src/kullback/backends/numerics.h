@@ -100,6 +100,13 @@ INLINE real safe_logit_difference(real y, real y_scale, real x, real x_scale, re
     return nothing ? (real)0 : result;
 }
 
+/* The same as log(p / q), of which some have exponents (lowering.py) */
+INLINE real safe_logit_ratio(real y, real y_max, real y_scale, real x, real x_max, real x_scale, real high, real low)
+{
+    (void)y_max, (void)x_max;
+    return safe_logit_difference(y, y_scale, x, x_scale, high, low);
+}
+
 INLINE real safe_mixture(real a, real p, real b, real q) { return a * p + b * q; }
 
 INLINE real safe_fraction(real part, real whole)

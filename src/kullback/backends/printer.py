@@ -287,7 +287,7 @@ def _print_near_element(kind: str, names: dict[str, str]) -> str:
     of_q, element = moments.sums.outputs["d_log_q"], near_element(kind)
     macros = print_macros({"HAS_NEAR_ELEMENT": 1, "HAS_D_LOG_Q_SUM": not (isinstance(of_q, float) and of_q == 0)})
     text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
-    return macros + re.sub(r"fast_(element|logit_difference|small_exp_remainder)\b", r"near_\1", text)
+    return macros + re.sub(r"fast_(element|logit_ratio|small_exp_remainder)\b", r"near_\1", text)
 
 
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:

@@ -11,7 +11,7 @@
 #define close_small_bennett safe_small_bennett
 #define close_small_exp_remainder safe_small_exp_remainder
 #define close_logit_mass safe_logit_mass
-#define close_logit_difference safe_logit_difference
+#define close_logit_ratio safe_logit_ratio
 #define close_logit_log_fraction safe_logit_log_fraction
 
 INLINE real close_mass_times(real mass, real x) { return mass * x; }

@@ -48,9 +48,9 @@ INLINE real fast_log_mix(real ratio, real a, real b)
     return in_range_log(larger + smaller * fast_exp(-safe_abs(ratio)));
 }
 
-INLINE real fast_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
+INLINE real fast_logit_ratio(real y, real y_max, real y_scale, real x, real x_max, real x_scale, real high, real low)
 {
-    return finite_ratio(safe_logit_difference(y, y_scale, x, x_scale, high, low));
+    return finite_ratio(safe_logit_ratio(y, y_max, y_scale, x, x_max, x_scale, high, low));
 }
 
 INLINE real fast_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)

@@ -15,7 +15,7 @@ namespace kullback {
 #define light_small_expm1(x) ((real)0)
 #define light_small_bennett(x) ((real)0)
 #define light_small_exp_remainder(x) ((real)0)
-#define light_logit_difference stable_logit_difference
+#define light_logit_ratio stable_logit_ratio
 #define light_logit_log_fraction safe_logit_log_fraction
 #define light_select_near fast_select_near
 #define light_mass_times fast_mass_times

@@ -65,6 +65,9 @@
 #define SUMS_WHILE_WRITING \
     (HAS_SERIES && SUMS_FROM_MOMENTS && IS_COARSE && VERB == VERB_LOSS && !KNOWN && (WANT_INPUT || WANT_TARGET))
 
+/* Whether rows that one sure token has count as near, however small their sum (sure.cuh), where gradients are coarse */
+#define HAS_SURE_ROWS (HAS_SERIES && SUMS_FROM_MOMENTS && RESIDENT && !IS_MIXED && !HAS_PEERS && VERB == VERB_LOSS && !KNOWN)
+
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)
 
@@ -99,6 +102,8 @@
     (SUMS_WHILE_WRITING || (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
      || (HAS_NEAR_ELEMENT && REFINES_HEAVY && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
+/* Whether moments have guards for -inf. Rows are seldom without it in turn with others: a row group has them from one that has. */
+#define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
 /* A sum above this was no number */
 #define MAX_SUM 1e15f

@@ -70,7 +70,7 @@ INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place,
     }
 }
 
-/* Calls f(x, y, row()) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`, and then
+/* Calls f(x, y, row(), index in the row) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`, and then
    after(index of the vector's first element in the row). Each lane takes its own, since few lanes have more than one. */
 template <bool FROM_CHIP, typename C, typename F, typename A, typename R>
 INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, A after, R row)
@@ -78,7 +78,7 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
     if (!ballot(marks != 0))
         return;
     constexpr bool is_on_chip = RESIDENT && FROM_CHIP;
-    const Row found = row();
+    const auto found = row();
     const X *x = 0;
     const Y *y = 0;
     int first = 0;
@@ -100,7 +100,7 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
         if (left) {
             const int k = __ffs((int)left) - 1;
             left &= left - 1;
-            f(to_real(x[k]), to_real(y[k]), found);
+            f(to_real(x[k]), to_real(y[k]), found, first + k);
             if (!left)
                 after(first);
         }
@@ -151,7 +151,7 @@ INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGrou
     }
 }
 
-/* The same, and calls refine(x, y, row()) for the elements of those vectors with is_such(x, y), of which there is one, and
+/* The same, and calls refine(x, y, row(), index) for the elements of those vectors with is_such(x, y), of which there is one, and
    then after(index of the first); and edge(index, row()) for those of no vector. */
 template <bool LAST, bool FROM_CHIP, typename F, typename C, typename G, typename A, typename E, typename R>
 INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, C is_such, G refine, A after, E edge,
@@ -161,7 +161,7 @@ INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup
         each_own_marked<FROM_CHIP>(slice, marks, place, is_such, refine, after, row);
     });
     if (slice.body < (int)slice.a.vocab) {
-        const Row found = row();
+        const auto found = row();
         each_edge(slice, group, [&](int i) { edge(i, found); });
     }
 }

@@ -133,9 +133,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     TermSums terms;
     const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
-    /* What masses are off by, all of a side alike, enters a kind's sum by its partial derivative. */
-    const float p_excess = REFINES ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) - 1 : 0;
-    const float q_excess = REFINES ? mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) - 1 : 0;
+    float term = 0, excess = 0; /* Σ q - p: what masses are off by, all of a side alike, enters the sum of a kind with a corner as it is */
     const auto is_heavy = [&](float x, float y) { return !(input_of(a, x) < heavy_x && target_of(a, y) < heavy_y); };
     const auto add = [&](float x, float y) {
         Parts parts = REFINES ? near_parts(x, y, row, a.parameters)
@@ -162,9 +160,9 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 const float slope_p = HAS_COUPLING ? fmaf(coupling, slope_q, parts.slope_p) : parts.slope_p;
                 const float of_q = parts.q * fmaf(factors.factor_q, slope_q, factors.offset_q);
                 const float of_p = parts.p * fmaf(factors.factor_p, slope_p, factors.offset_p);
-                const float more = IS_SMOOTH ? of_p + of_q : of_p * (1 - p_excess) + of_q * (1 - q_excess);
                 const bool heavy = is_heavy(at(x, k), at(y, k));
-                part += heavy ? 0 : more;
+                part += heavy ? 0 : of_p + of_q;
+                excess += IS_SMOOTH || heavy ? 0 : parts.q - parts.p;
                 is_light &= !heavy;
             }
         }
@@ -175,17 +173,22 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         return is_light;
     };
     if (REFINES) {
-        const auto refine = [&](float x, float y, const Row &heavy_row) {
+        const auto refine = [&](float x, float y, const Row &heavy_row, int) {
             const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
-            terms.heavy += IS_SMOOTH ? e.term : e.term - p_excess * e.d_log_p - q_excess * e.d_log_q;
+            terms.heavy += e.term;
+            excess += IS_SMOOTH ? 0 : e.q_minus_p;
         };
         each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [](int) {},
                                              [&](int i, const Row &heavy_row) {
             const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
-            refine(x, y, heavy_row);
+            refine(x, y, heavy_row, i);
             add(input_of(a, x), target_of(a, y));
         }, [&] { return heavy_row(a, stats, row); });
-        all_reduce(a, pipeline, group, by_slope, terms);
+        float values[] = { by_slope.p, by_slope.q, terms.light + terms.heavy, excess };
+        row_all_reduce<float>(a, pipeline, group, values, Add());
+        by_slope = { values[0], values[1] };
+        term = values[2];
+        excess = values[3];
     } else {
         each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
                                                               int address) { take(x, y, before, address); });
@@ -202,8 +205,13 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     sums.d_log_p = common.factor_p * (by_slope.p + (HAS_COUPLING ? common.coupling * less : 0)) + common.offset_p;
     sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
-    if (REFINES)
-        sums.term = IS_SMOOTH ? (terms.light + terms.heavy) / (1 + 0.5f * (p_excess + q_excess)) : terms.light + terms.heavy;
+    if (REFINES && IS_SMOOTH) {
+        const float p_sum = mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
+        const float q_sum = mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature);
+        sums.term = term / (0.5f * (p_sum + q_sum));
+    } else if (REFINES) {
+        sums.term = term + 0.5f * excess * (term - 2 * sums.d_log_q); /* a half of the excess from each side */
+    }
     return sums;
 }
 #endif

@@ -86,18 +86,26 @@ INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_
 }
 
 /* The difference of two 16-bit numbers of like size is a float; of others its rounding is nothing beside it. */
-INLINE real fast_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
+INLINE real exact_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
 {
     if (IS_16_BIT)
         return finite_ratio(fmaf(y - x, y_scale, -high) - low);
     return finite_ratio(safe_logit_difference(y, y_scale, x, x_scale, high, low));
 }
 
+/* Of 16-bit rows of the masses as they are rounded, by their exponents: what those are off by enters a centred term squared. */
+INLINE real fast_logit_ratio(real y, real y_max, real y_scale, real x, real x_max, real x_scale, real high, real low)
+{
+    if (IS_COARSE)
+        return finite_ratio(fmaf(y, base_2(y_scale), -y_max) - fmaf(x, base_2(x_scale), -x_max)) * LN2;
+    return exact_logit_difference(y, y_scale, x, x_scale, high, low);
+}
+
 /* In `near_element` */
 #define NEAR_ELEMENT_RADIUS 1.0f
 
 /* `high` alone: centred sums have the square of what is left out. NaN of two -inf, for the caller to look for. */
-INLINE real near_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
+INLINE real near_logit_ratio(real y, real, real y_scale, real x, real, real x_scale, real high, real low)
 {
     if (IS_16_BIT)
         return fmaf(y - x, y_scale, -high);
@@ -201,10 +209,10 @@ INLINE real stable_logit_geometric_mean(real y, real y_max, real y_scale, real y
 #define stable_select_normal in_range_select_normal
 #define stable_mixture fast_mixture
 
-INLINE real stable_logit_difference(real y, real y_scale, real x, real x_scale, real high, real low)
+INLINE real stable_logit_ratio(real y, real, real y_scale, real x, real, real x_scale, real high, real low)
 {
     if (y_scale == x_scale)
-        return fast_logit_difference(y, y_scale, x, x_scale, high, low);
+        return exact_logit_difference(y, y_scale, x, x_scale, high, low);
     return finite_ratio(safe_logit_difference(y, y_scale, x, x_scale, high, low));
 }
 

@@ -23,14 +23,14 @@ INLINE void pull_back(const Arguments &a, const Element &e, float q, float p, Gr
     target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
 }
 
-/* Finds an element's gradients, and returns its term. */
+/* Finds an element's gradients, and returns the element. */
 template <int MODE>
-INLINE float differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, DX &input, DY &target)
+INLINE Element differentiate(const Arguments &a, float x, float y, const Row &row, GradOut grad_out, DX &input, DY &target)
 {
     float q = input_of(a, x), p = target_of(a, y);
     const Element e = floored_element<MODE>(a, q, p, row);
     pull_back(a, e, q, p, grad_out, input, target);
-    return e.term;
+    return e;
 }
 
 INLINE void write_element(const Slice &slice, DX input, DY target, int i)
@@ -85,7 +85,7 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
     const auto one = [&](float x, float y, int i, const Row &row) {
         DX input;
         DY target;
-        term.heavy += differentiate<MODE>(a, x, y, row, grad_out, input, target);
+        term.heavy += differentiate<MODE>(a, x, y, row, grad_out, input, target).term;
         write_element(slice, input, target, i);
     };
     if (MODE == SAFE) {
@@ -105,7 +105,7 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         } else
 #endif
             each_of<MODE>([&](int k) {
-                term.light += differentiate<MODE>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+                term.light += differentiate<MODE>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]).term;
             }, x, y, input, target);
         vectors.write(input, target, before);
     });
@@ -115,24 +115,24 @@ INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const Ro
         each_edge(slice, group, [&](int i) {
             DX input;
             DY target;
-            term.heavy += differentiate<AT_EDGE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), at_edge, grad_out, input, target);
+            term.heavy += differentiate<AT_EDGE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), at_edge, grad_out, input, target).term;
             write_element(slice, input, target, i);
         });
     }
     return term;
 }
 
-/* Writes gradients of vectors of which now(x, y, input, target, term) serves all elements, and adds their terms to `light`. Others
+/* Writes gradients of vectors of which now(x, y, input, target, part) serves all elements, and adds what it sums to `light`. Others
    are given to later(x, y, row(), input, target), many vectors later: their logits are read again, which gradients may be written
    over. */
-template <bool WRITES, bool LAST, typename F, typename G, typename R>
-INLINE void write_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, float &light, F now, G later, R row)
+template <bool WRITES, bool LAST, typename S, typename F, typename G, typename R>
+INLINE void write_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, S &light, F now, G later, R row)
 {
     const GradientVectors vectors(slice);
     each_deferring<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
-        float part = 0;
+        S part = {};
         bool all = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++)

@@ -19,6 +19,12 @@ struct GradOut {
     }
 };
 
+INLINE GradOut grad_out_of(const Arguments &a, double weight, double d_loss)
+{
+    const double upstream = weight * a.scale;
+    return GradOut(a, (float)(upstream * divergence_weight(a) * d_loss), (float)upstream * label_weight(a));
+}
+
 #if IS_MIXED
 /* What a group keeps of its row's label */
 struct OwnLabel {

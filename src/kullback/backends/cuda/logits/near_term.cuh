@@ -4,6 +4,7 @@
 
 #include "cuda/logits/gradients.cuh"
 #include "cuda/logits/near.cuh"
+#include "cuda/logits/sure.cuh"
 
 namespace kullback {
 
@@ -11,8 +12,8 @@ namespace kullback {
 /* What is upstream of either side's logits: where temperatures are equal, it is one. */
 INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input : WANT_TARGET ? grad_out.target : 1; }
 
-/* Whether `near_element` serves a row of which hardly an element is far: temperatures are equal; log-sum-exps differ by so little, 32 nats, that the square of
-   half a unit in its last place is nothing; and masses multiplied by what is upstream are masses still. */
+/* Whether `near_element` serves a row of which hardly an element is far: temperatures are equal; log-sum-exps differ by so little, 32
+   nats, that the square of half a unit in its last place is nothing; and masses multiplied by what is upstream are masses still. */
 INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
 {
     const Arguments &a = slice.a;
@@ -22,6 +23,14 @@ INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
     const double loss = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
     const float upstream = upstream_of(GradOut(a, (float)loss));
     return warp_all(has_one_temperature(a) && fabsf(y_log2_z - x_log2_z) < 46 && upstream > 1e-18f && upstream < 1e18f);
+}
+
+/* Where a row's Σ d_log_q is 0, its product with a mass need not be found. */
+INLINE Element without_sum(Element e)
+{
+    if (!HAS_D_LOG_Q_SUM && !IS_MIXED)
+        e.input = e.d_log_q;
+    return e;
 }
 
 /* What a close row's elements are found by: the log-ratio and one mass (`near_element`). Elements are homogeneous in their masses:
@@ -47,16 +56,13 @@ struct CloseElements {
     }
     INLINE bool is_near(float q, float p) const
     {
-        const float ratio = near_logit_difference(p, row.target_inv_temperature, q, row.input_inv_temperature, row.log_z_diff_high,
-                                                  row.log_z_diff_low);
+        const float ratio = near_logit_ratio(p, row.target_max, row.target_inv_temperature, q, row.input_max, row.input_inv_temperature,
+                                             row.log_z_diff_high, row.log_z_diff_low);
         return fabsf(ratio) < NEAR_ELEMENT_RADIUS;
     }
     INLINE Element near(const Arguments &a, float q, float p) const
     {
-        Element e = near_element(q, p, row, a.parameters);
-        if (!HAS_D_LOG_Q_SUM && !IS_MIXED)
-            e.input = e.d_log_q;
-        return e;
+        return without_sum(near_element(q, p, row, a.parameters));
     }
     /* Of masses that are not multiplied. Of elements that are near only one mass is found; the other is to be as theirs. */
     INLINE Element far(const Arguments &a, float q, float p, const Row &fast) const
@@ -67,10 +73,10 @@ struct CloseElements {
     }
 };
 
-/* As `near_term` */
-template <bool WRITES, bool LAST>
-INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Row &fast,
-                           GradOut grad_out)
+/* As `find_near_term` */
+template <bool WRITES, bool LAST, bool SURE>
+INLINE void find_close_term(RowTerms<SURE> &sums, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                            const Row &fast, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const CloseElements elements(a, opaque(stats), fast, grad_out);
@@ -79,36 +85,38 @@ INLINE TermSums close_term(const Slice &slice, Pipeline &pipeline, RowGroup &gro
             return elements.is_near(q, p) ? elements.near(a, q, p).input
                                           : elements.far(a, q, p, fast).input * grad_out.input;
         }, grad_out);
-    TermSums term;
-    const auto take_near = [&](float q, float p, DX &input, DY &target, float &sum) {
+    const auto take_near = [&](float q, float p, DX &input, DY &target, RowTerms<SURE> &sums) {
         const Element e = elements.near(a, q, p);
         pull_back(a, e, q, p, elements.in_masses, input, target);
-        sum += e.term;
+        sums.light += e.term;
+        sums.see(e, elements.in_masses);
     };
-    write_deferring<WRITES, LAST>(slice, pipeline, group, term.light, [&](float x, float y, DX &input, DY &target, float &part) {
+    write_deferring<WRITES, LAST>(slice, pipeline, group, sums, [&](float x, float y, DX &input, DY &target, RowTerms<SURE> &part) {
         const float q = input_of(a, x), p = target_of(a, y);
         take_near(q, p, input, target, part);
         return elements.is_near(q, p);
     }, [&](float x, float y, const Row &, DX &input, DY &target) {
         const float q = input_of(a, x), p = target_of(a, y);
         if (elements.is_near(q, p)) {
-            take_near(q, p, input, target, term.light);
+            take_near(q, p, input, target, sums);
         } else { /* nothing cancels in the fast formula */
             const Element e = elements.far(a, q, p, fast);
             pull_back(a, e, q, p, grad_out, input, target);
-            term.heavy += e.term;
+            sums.heavy += e.term;
+            sums.see(e, grad_out);
         }
     }, [&] { return fast; });
     const float norm = in_range_ratio_or_zero(1, elements.whole);
-    return { norm * term.light, norm * elements.factor * term.heavy };
+    sums.light *= norm;
+    sums.heavy *= norm * elements.factor;
 }
 #endif
 
 #if SUMS_FROM_MOMENTS && HAS_NEAR
-/* This thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
-template <bool WRITES, bool LAST>
-INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       bool, GradOut grad_out)
+/* Adds this thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
+template <bool WRITES, bool LAST, bool SURE>
+INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                           const Sums &sums, bool, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const LogRatio log_ratio(a, opaque(stats));
@@ -119,31 +127,35 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         }, grad_out);
     const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
     const GradientVectors vectors(slice);
-    TermSums term;
     /* Whether that served an element */
     const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
         const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
         const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
         const bool is_near = fabsf(r) < NEAR_RADIUS;
+        float of_input = 0, of_target = 0;
         if (is_near)
-            term.light += sum;
+            found.light += sum;
         if (WRITES) {
             const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
             const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
+            of_input = q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope;
             if (WANT_INPUT)
-                input = rounded<DX>(q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope
-                                    * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
+                input = rounded<DX>(of_input * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
             if (WANT_TARGET) { /* d_log_p + d_log_q is the term: Euler's */
                 const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
                 const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope));
-                target = rounded<DY>(fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target
-                                     * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
+                of_target = fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target;
+                target = rounded<DY>(of_target * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
             }
         }
+        if (is_near)
+            found.see(of_input, of_target);
         return is_near;
     };
     const auto take = [&](float x, float y, DX &input, DY &target) {
-        term.heavy += differentiate<FAST>(a, x, y, row, grad_out, input, target);
+        const Element e = differentiate<FAST>(a, x, y, row, grad_out, input, target);
+        found.heavy += e.term;
+        found.see(e, grad_out);
     };
     each_vector<false, LAST>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
@@ -169,19 +181,19 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         if (WRITES)
             write_element(slice, input, target, i);
     });
-    return { log_ratio.rest * term.light, term.heavy };
+    found.light *= log_ratio.rest;
 }
 #elif SUMS_FROM_MOMENTS
 /* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
-template <bool WRITES, bool LAST>
-INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                       bool is_close, GradOut grad_out)
+template <bool WRITES, bool LAST, bool SURE>
+INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                           const Sums &sums, bool is_close, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
 #if HAS_NEAR_ELEMENT
     if (is_close)
-        return close_term<WRITES, LAST>(slice, pipeline, group, stats, row, grad_out);
+        return find_close_term<WRITES, LAST>(found, slice, pipeline, group, stats, row, grad_out);
 #endif
     if (WRITES)
         differentiate_label(a, pipeline, group, [&](float q, float p) {
@@ -191,27 +203,32 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const float exponent = fabsf(sums.term) < MIN_FAST_SUM / 8 ? HEAVY_EXPONENT_NEARER : HEAVY_EXPONENT;
     const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
     const GradientVectors vectors(slice);
-    TermSums term;
     const auto is_heavy = [&](float y) { return target_of(a, y) >= heavy; };
     each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
-        float part = 0;
+        RowTerms<SURE> part;
         bool is_light = true;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            const float more = differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
+            float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
+            Element e = floored_element<FAST>(a, q, p, row);
+#if HAS_NEAR_ELEMENT
+            e = without_sum(e);
+#endif
+            pull_back(a, e, q, p, grad_out, input.element[k], target.element[k]);
+            part.see(e, grad_out);
             if (!is_heavy(at(y, k)))
-                part += more;
+                part.light += e.term;
             else
                 is_light = false;
         }
-        term.light += part;
+        found += part;
         if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row) {
-        term.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int) {
+        found.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
     }, [&](int first) {
         if (RESIDENT || !WRITES)
             return;
@@ -226,12 +243,34 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;
-        term.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
+        found.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target).term;
         if (WRITES)
             write_element(slice, input, target, i);
     }, [&] { return heavy_row(a, stats, row); });
     const float norm = in_range_ratio_or_zero(1, mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature));
-    return { term.light * norm, term.heavy * norm };
+    found.light *= norm;
+    found.heavy *= norm;
+}
+#endif
+
+#if SUMS_FROM_MOMENTS
+/* This thread's part of the row's sum; its gradients are written. is_close: of elements of which hardly one is far; is_sure: of a row
+   that one sure token may have */
+template <bool WRITES, bool LAST>
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums, bool is_close,
+                          bool is_sure, GradOut grad_out)
+{
+#if HAS_SURE_ROWS
+    if (WRITES && is_sure) {
+        RowTerms<true> found;
+        find_near_term<WRITES, false>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
+        correct_gradients(slice, pipeline, group, stats, found);
+        return found;
+    }
+#endif
+    RowTerms<false> found;
+    find_near_term<WRITES, LAST>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
+    return found;
 }
 #endif
 

@@ -111,13 +111,13 @@ struct Pipeline {
 struct RowGroup {
     int thread, index; /* of this thread among them; of the group in its block */
     unsigned cluster;  /* blocks of the cluster */
-    /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; rows that were read so far, of the
-       producer of all. Together: a register more would spill. */
+    /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; whether a row had -inf, so that the next
+       may; rows that were read so far, of the producer of all. Together: a register more would spill. */
 #if HAS_PEERS
-    unsigned exchanges : 2, has_label : 1, sent : 5, turn : 24; /* sent: exchanges of the row with other ranks */
+    unsigned exchanges : 2, has_label : 1, guards : 1, sent : 5, turn : 23; /* sent: exchanges of the row with other ranks */
     unsigned row;
 #else
-    unsigned exchanges : 2, has_label : 1, turn : 29;
+    unsigned exchanges : 2, has_label : 1, guards : 1, turn : 28;
 #endif
 };
 

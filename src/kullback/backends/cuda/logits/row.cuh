@@ -24,6 +24,7 @@ struct Found {
     int mode = SAFE;
     bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet: */
     bool is_close = false;   /* of elements of which hardly one is far */
+    bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
     SlopeScale cached = { 1, 0 };
 };
 
@@ -53,13 +54,24 @@ template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline,
     return all_reduced(slice.a, pipeline, group, thread_sums<MODE>(slice, pipeline, group, stats));
 }
 
-INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,
-                                       const Sums &sums, GradOut grad_out)
+INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                                       const Sums &sums, bool is_sure, GradOut grad_out)
 {
 #if HAS_SERIES
     const Series series(slice.a, opaque(stats));
-    if (series.serves(slice, pipeline, group))
-        return write_gradients_by_series(slice, pipeline, group, series, stats, sums, grad_out);
+#if HAS_SURE_ROWS
+    if (is_sure && !HAS_NEAR && !HAS_NEAR_ELEMENT) {
+        RowTerms<true> found;
+        write_gradients_by_series<false>(found, slice, pipeline, group, series, stats, sums, grad_out);
+        correct_gradients(slice, pipeline, group, stats, found);
+        return found;
+    }
+#endif
+    if (series.serves(slice, pipeline, group)) {
+        RowTerms<false> found;
+        write_gradients_by_series<true>(found, slice, pipeline, group, series, stats, sums, grad_out);
+        return found;
+    }
 #endif
     return write_gradients<STABLE>(slice, pipeline, group, stats, sums, {}, grad_out);
 }
@@ -190,6 +202,10 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 /* A row's sum is what is left of a moment and the difference of log-sum-exps against the maxima that were estimated, log2: of
    these 1.5e-7 is rounded. Where near rows have a cheap way, less than so much of it counts as near. */
 #define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
+/* Of a sum of less, a sure token's gradient is more than a tenth off before it is corrected: by the fast formula, and by log-ratios
+   or powers. Moments, too, round about as much as the second. */
+#define LEAST_SURE_SUM 4e-6f
+#define LEAST_CLOSE_SUM 4e-7f
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
@@ -216,10 +232,11 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
     };
     const auto seems_near = [&] { return REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM); };
-    const auto near = [&](bool is_close = false) {
-        found.mode = FAST;
+    const auto near = [&](bool is_close = false, bool is_sure = false, int mode = FAST) {
+        found.mode = mode;
         found.lacks_term = true;
         found.is_close = is_close;
+        found.is_sure = is_sure;
     };
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
@@ -233,6 +250,24 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.mode = STABLE;
     else if (seems_near())
         near();
+#if HAS_SURE_ROWS
+    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && warp_all(slice.body == (int)a.vocab)
+             && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)))) {
+        const bool is_close = are_few_apart(slice, pipeline, group, stats);
+#if HAS_NEAR_ELEMENT
+        const bool by_ratios = is_close && is_in_reach(slice, stats), by_powers = false;
+#else
+        const bool by_ratios = HAS_NEAR, by_powers = is_close && !HAS_NEAR && SUMS_WHILE_WRITING;
+#endif
+        /* Light tokens have a part of the sum as large as their mass; the fast formula rounds of it what it does of any row's. */
+        const auto are_light_exact = [&] {
+            return is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift)))
+                && is_well_conditioned(found.sums, MIN_NEAR_SUM * light_mass(slice, pipeline, group, stats));
+        };
+        if (by_ratios || by_powers || (!is_close && are_light_exact()))
+            near(is_close, true, by_powers ? STABLE : FAST);
+    }
+#endif
 #if HAS_TILTED_LSE
     const float lse = logf(moments[CHERNOFF] / stats.x_sum_exp * norm);
     if (warp_all(fabsf(lse) < FAR_TILTED_LSE))
@@ -246,12 +281,27 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
 }
 #elif HAS_FAST_SUM
+/* What either side has beside the one thread that may have nearly all of it; else nearly 1 */
+INLINE float spread_mass(const RowStats &stats)
+{
+    if (!OVERLAP_SHARED)
+        return 1;
+    const float shared = in_range_ratio_or_zero(in_range_ratio_or_zero(stats.overlap, stats.x_sum_exp), stats.y_sum_exp);
+    return 1 - fast_sqrt(fminf(shared, 1));
+}
+
+/* Of rows that are near, whose light tokens take the fast formula: of these it rounds the more, the more mass they have. With a corner,
+   a sure token's exponents are to tell on which side of the tie it is. */
+#define LEAST_CORNER_SUM (HAS_CORNER ? 5e-4f : 0)
+INLINE float least_near_sum(const RowStats &stats) { return fmaxf(MIN_NEAR_SUM * spread_mass(stats), LEAST_CORNER_SUM); }
+
 /* By its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π deviations, and the total variation
-   be 0.4 of one. */
+   be 0.4 of one, of what mass a sure token leaves. More on a model's rows: its likelier tokens differ by more. */
 INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
     const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
-    return SAMPLES_SPREAD && warp_all(0.35f * slice.a.input_inv_temperature * stats.spread < 1.5f * MIN_FAST_SUM * sampled);
+    const float apart = 0.6f * slice.a.input_inv_temperature * stats.spread * spread_mass(stats);
+    return SAMPLES_SPREAD && warp_all(apart < 1.5f * MIN_FAST_SUM * sampled);
 }
 
 /* Of slopes that are cached by the fast formula */
@@ -289,7 +339,8 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
             ? sum_near<NARROW_TERMS != 0>(slice, pipeline, group, found.stats, predicted)
             : sum_near<false>(slice, pipeline, group, found.stats, predicted);
         found.cached = slope_scale(slice.a, predicted);
-        const bool is_served = is_well_conditioned(found.sums, LEAST_CACHED_SUM) || warp_all(found.sums.term == 0);
+        const bool is_served = warp_all(found.sums.term == 0) || (is_well_conditioned(found.sums, LEAST_CACHED_SUM)
+            && (!HAS_CORNER || warp_all(fabsf(found.sums.q_minus_p) < MAX_CORNER_EXCESS * found.sums.term)));
         /* Where slopes are not cached, the fast formula finds gradients, and is too coarse if the row is close. */
         if (is_served)
             found.mode = is_caching || is_well_conditioned(found.sums, MIN_NEAR_SUM) ? FAST : STABLE;
@@ -302,7 +353,7 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
         return false;
     found.sums = sum_by_slopes<FORESEES_CLOSE, REFINES_HEAVY>(slice, pipeline, group, found.stats, predicted);
     found.cached = fast_scale(slice.a, found.stats, predicted);
-    const bool is_served = is_well_conditioned(found.sums, MIN_NEAR_SUM);
+    const bool is_served = is_well_conditioned(found.sums, least_near_sum(found.stats));
     if (is_served)
         found.mode = FAST;
     else
@@ -328,7 +379,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const bool is_far_first = SAMPLES_SPREAD ? !seems_near(slice, group, found.stats) : most >= 1.5f * MIN_FAST_SUM;
     if (is_far_first && (sum_far(slice, pipeline, group, found, predicted) || !warp_all(is_finite(found.sums))))
         return;
-    const bool is_close = is_far_first ? !is_well_conditioned(found.sums, 0.5f * MIN_NEAR_SUM) : most < REVERSE_KL_FACTOR * MIN_NEAR_SUM;
+    const bool is_close = is_far_first ? !is_well_conditioned(found.sums, 0.5f * least_near_sum(found.stats))
+                                         : most < REVERSE_KL_FACTOR * MIN_NEAR_SUM;
     const bool is_served = sum_close(slice, pipeline, group, found, predicted, is_close);
     /* The sum decides, and not what is foreseen of it: exchanging p and q changes nothing of a symmetric kind's. */
     if (FORESEES_CLOSE && is_served && !is_far_first && is_well_conditioned(found.sums)) {
@@ -508,17 +560,17 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
-        const double upstream = WANT_GRADIENT ? weight_of(a, r) * a.scale : 0;
-        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * d_loss), (float)upstream * label_weight(a));
+        const GradOut grad_out = grad_out_of(a, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if IS_MIXED
         if (WANT_GRADIENT)
             mix(slice, pipeline, group, found.stats, found.sums, (float)d_loss);
 #endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
-            term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
+            term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, found.is_sure, grad_out);
         if (found.mode == FAST)
-            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close, grad_out);
+            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close,
+                                                               found.is_sure, grad_out);
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
             const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
@@ -562,15 +614,14 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         return;
     }
     if (WANT_GRADIENT) {
-        const double upstream = weight * a.scale;
-        const GradOut grad_out(a, (float)(upstream * divergence_weight(a) * done.derivative), (float)upstream * label_weight(a));
+        const GradOut grad_out = grad_out_of(a, weight, done.derivative);
 #if IS_MIXED
         mix(slice, pipeline, group, found.stats, found.sums, (float)done.derivative);
 #endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
         else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
-            write_stable_gradients(slice, pipeline, group, found.stats, found.sums, grad_out);
+            write_stable_gradients(slice, pipeline, group, found.stats, found.sums, false, grad_out);
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, {}, grad_out);
 #if IS_MIXED

@@ -27,6 +27,7 @@ struct RowStats {
 #endif
     float spread = 0;      /* `spread_of` a sample of neighbours: the row's, or this thread's (SPREAD_SHARED) */
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
+    float overlap = 0;     /* Σ of the product of what a thread has of either side's masses (OVERLAP_SHARED) */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
     float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
 #if HAS_NORMALISERS
@@ -43,8 +44,8 @@ struct RowStats {
         return { mul_rn(x_max, base_2(a.input_inv_temperature)), mul_rn(y_max, base_2(a.target_inv_temperature)) };
     }
 
-    template <int COUNT, typename F, typename G>
-    INLINE void take(F x, G y, const Arguments &a, const Lows &low) /* x(k), y(k) */
+    /* x(k), y(k). GUARDED: of logits that may be -inf; of others a guard changes nothing. */
+    template <int COUNT, bool GUARDED, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, const Lows &low)
     {
         const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
         float x_part = 0, y_part = 0, exponents_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
@@ -62,17 +63,17 @@ struct RowStats {
 #if HAS_LOG_RATIOS
             const float ratio = y_exponent - x_exponent;
             if (HAS_P_LOG_RATIO)
-                add(parts[P_LOG_RATIO], p * finite_ratio(ratio));
+                add(parts[P_LOG_RATIO], p * (GUARDED ? finite_ratio(ratio) : ratio));
             if (HAS_Q_SQUARED)
                 add(parts[Q_SQUARED], q * ratio * ratio);
             if (HAS_Q_BOUNDED)
                 add(parts[Q_BOUNDED], q * fmaxf(ratio, LEAST_LOG2_RATIO));
             /* NaN if p = 0 < q, so that the row is summed again with guards; to foresee, where either is 0 */
             if (HAS_Q_LOG_RATIO)
-                add(parts[Q_LOG_RATIO], q * (FORESEES_CLOSE || ratio == ratio ? ratio : 0));
+                add(parts[Q_LOG_RATIO], q * (FORESEES_CLOSE || !GUARDED || ratio == ratio ? ratio : 0));
 #endif
 #if HAS_CHERNOFF
-            add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * finite_ratio(x_exponent))));
+            add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * (GUARDED ? finite_ratio(x_exponent) : x_exponent))));
 #endif
         }
         x_sum_exp += x_part;
@@ -89,13 +90,14 @@ struct RowStats {
 /* Four numbers go at once, of these: where moments are summed, only rows that seem close ask for the sample. */
 enum {
     EXPONENTS_SHARED = WANT_FIGURES && MOMENTS + (SAMPLES_SPREAD && !SUMS_FROM_MOMENTS) * (1 + HAS_PEERS) < 2,
-    SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + EXPONENTS_SHARED + HAS_PEERS < 2
+    SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + EXPONENTS_SHARED + HAS_PEERS < 2,
+    OVERLAP_SHARED = SPREAD_SHARED && !SUMS_FROM_MOMENTS && MOMENTS + EXPONENTS_SHARED + HAS_PEERS == 0
 };
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { EXPONENTS = 2 + MOMENTS, SPREAD = EXPONENTS + EXPONENTS_SHARED, SAMPLED = SPREAD + SPREAD_SHARED };
-    float values[SAMPLED + (SPREAD_SHARED && HAS_PEERS)] = { stats.x_sum_exp, stats.y_sum_exp };
+    enum { EXPONENTS = 2 + MOMENTS, SPREAD = EXPONENTS + EXPONENTS_SHARED, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED };
+    float values[SAMPLED + (SPREAD_SHARED && HAS_PEERS) + OVERLAP_SHARED] = { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
@@ -107,11 +109,15 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
         values[SPREAD] = stats.spread;
     if (SPREAD_SHARED && HAS_PEERS)
         values[SAMPLED] = stats.sampled;
+    if (OVERLAP_SHARED)
+        values[OVERLAP] = stats.x_sum_exp * stats.y_sum_exp;
     row_all_reduce<float>(a, pipeline, group, values, Add());
     if (SPREAD_SHARED)
         stats.spread = values[SPREAD];
     if (SPREAD_SHARED && HAS_PEERS)
         stats.sampled = values[SAMPLED];
+    if (OVERLAP_SHARED)
+        stats.overlap = values[OVERLAP];
     stats.x_sum_exp = values[0];
     stats.y_sum_exp = values[1];
 #pragma unroll
@@ -164,8 +170,8 @@ INLINE bool are_few_apart(const Slice &slice, const Pipeline &pipeline, RowGroup
                          : at_most_one_in(32, slice.a, pipeline, group, stats.spread, sampled);
 }
 
-/* The whole row's, against these maxima; FIRST: as of `each_vector` */
-template <bool FIRST>
+/* The whole row's, against these maxima; FIRST: as of `each_vector`; GUARDED: as of `RowStats::take` */
+template <bool FIRST, bool GUARDED>
 INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowMax row_max)
 {
     const Arguments &a = slice.a;
@@ -174,11 +180,11 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     stats.y_max = row_max.y;
     const RowStats::Lows low = stats.lows(a);
     each_vector<FIRST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
-        stats.take<WIDTH>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
+        stats.take<WIDTH, GUARDED>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
     });
     each_edge(slice, group, [&](int i) {
         const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
-        stats.take<1>([=](int) { return x; }, [=](int) { return y; }, a, low);
+        stats.take<1, GUARDED>([=](int) { return x; }, [=](int) { return y; }, a, low);
     });
     if (SAMPLES_SPREAD) {
         float before = 0;
@@ -286,6 +292,16 @@ INLINE RowMax exact_max(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     return all_reduced(a, pipeline, group, row_max);
 }
 
+/* Whether all are numbers, as they are of logits that are. What a guard serves makes one of them NaN, or infinite. */
+INLINE bool has_finite_moments(const RowStats &stats)
+{
+    bool are_finite = true;
+#pragma unroll
+    for (int m = 0; m < MOMENTS; m++)
+        are_finite &= fabsf(stats.moments[m]) < REAL_INFINITY;
+    return warp_all(are_finite);
+}
+
 /* The whole row's statistics: of finite logits, -inf among them, in one sweep beside that which finds maxima; where estimates
    are far from what maxima are, in two. Of rows that hold +inf, NaN, or nothing above LOWEST_MAX, sums are of
    exp((x - max)·inv_temperature), moments are not summed, and the result is false. */
@@ -298,13 +314,23 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
 #else
     RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice, pipeline);
 #endif
-    stats = row_stats<true>(slice, pipeline, group, row_max);
-    if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
-        return true;
+    if (HAS_GUARDS && !group.guards) {
+        stats = row_stats<true, false>(slice, pipeline, group, row_max);
+        if (are(in_range, stats.x_sum_exp, stats.y_sum_exp)) {
+            group.guards = !has_finite_moments(stats);
+            if (group.guards)
+                stats = row_stats<false, true>(slice, pipeline, group, row_max);
+            return true;
+        }
+    } else {
+        stats = row_stats<true, true>(slice, pipeline, group, row_max);
+        if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
+            return true;
+    }
     if (!IS_EXACT) {
         row_max = exact_max(slice, pipeline, group);
         if (are(is_max, row_max.x, row_max.y)) {
-            stats = row_stats<false>(slice, pipeline, group, row_max);
+            stats = row_stats<false, true>(slice, pipeline, group, row_max);
             if (SUMS_FROM_MOMENTS) /* a maximum says nothing of the other tokens: nothing is foreseen of them */
                 stats.spread = REAL_INFINITY;
             if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))

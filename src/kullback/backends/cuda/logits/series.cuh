@@ -1,8 +1,8 @@
 /* Rows that are close, by power series in the log-ratio (series.py). */
 #pragma once
 
-#include "cuda/logits/gradients.cuh"
 #include "cuda/logits/log_ratio.cuh"
+#include "cuda/logits/sure.cuh"
 
 namespace kullback {
 
@@ -104,8 +104,9 @@ template <int COUNT> INLINE float polynomial(const float (&factors)[COUNT], floa
 }
 
 /* As `write_gradients` */
-INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const Series &series,
-                                          const RowStats &stats, const Sums &sums, GradOut grad_out)
+template <bool LAST, bool SURE>
+INLINE void write_gradients_by_series(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, const RowGroup &group,
+                                      const Series &series, const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const auto stable = [&](float q, float p) {
@@ -117,7 +118,6 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
 #pragma unroll
     for (int k = 0; k < (int)(sizeof term_factors / sizeof *term_factors); k++)
         term_factors[k] = term_factor(a, k + 2);
-    TermSums term;
     /* Over √(p·q), as powers of r from the 0th on: d_log_q - q·Σ d_log_q, and the same of p. 16-bit gradients need fewer. */
     enum { TERMS = SUMS_WHILE_WRITING ? TERMS_WHILE_WRITING : IS_COARSE ? 6 : SERIES_TERMS + 1 };
     float input_factor[TERMS], target_factor[TERMS], exponential = 1; /* of e^(±r/2) */
@@ -134,17 +134,20 @@ INLINE TermSums write_gradients_by_series(const Slice &slice, Pipeline &pipeline
             const float r = series.of(q, p);
             return series.is_near(r) ? series.root(q, p) * polynomial(input_factor, r) : stable(q, p);
         }, grad_out);
-    write_deferring<true, true>(slice, pipeline, group, term.light, [&](float x, float y, DX &input, DY &target, float &part) {
+    write_deferring<true, LAST>(slice, pipeline, group, found, [&](float x, float y, DX &input, DY &target, RowTerms<SURE> &part) {
         const float q = input_of(a, x), p = target_of(a, y), r = series.of(q, p), root = series.root(q, p);
         const float of_q = root * polynomial(input_factor, r), of_p = root * polynomial(target_factor, r);
-        part = fmaf(root * (r * r), polynomial(term_factors, r), part);
+        part.light = fmaf(root * (r * r), polynomial(term_factors, r), part.light);
+        part.see(of_q, of_p);
         input = rounded<DX>(INPUT_IS_CAPPED ? of_q * softcap_grad(q, a.input_softcap) : of_q);
         target = rounded<DY>(TARGET_IS_CAPPED ? of_p * softcap_grad(p, a.target_softcap) : of_p);
         return series.is_near(r);
     }, [&](float x, float y, const Row &row, DX &input, DY &target) {
-        term.heavy += differentiate<STABLE>(a, x, y, row, grad_out, input, target);
+        const Element e = differentiate<STABLE>(a, x, y, row, grad_out, input, target);
+        found.heavy += e.term;
+        found.see(e, grad_out);
     }, [&] { return row_constants<STABLE>(a, opaque(stats), sums); });
-    return { series.rest * term.light, term.heavy };
+    found.light *= series.rest;
 }
 #endif
 

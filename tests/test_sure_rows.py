@@ -1,0 +1,72 @@
+"""Rows that one token has nearly all of: what they have to lose is small, and so is that token's gradient."""
+
+import pytest
+import torch
+
+import kullback
+from tests import emulation, kinds, oracle, samples
+from tests.kinds import KINDS
+from tests.samples import apart, peaked
+from tests.tolerances import BF16_CACHED, LOSS, relative_error
+
+TOKEN = 4007
+
+pytestmark = pytest.mark.parametrize(
+    ("backend", "vocab"),
+    [
+        pytest.param("emulated", 8192),
+        pytest.param("emulated", 8189),
+        pytest.param("cuda", 49152, marks=pytest.mark.gpu),
+        pytest.param("cuda", 128256, marks=pytest.mark.gpu),
+    ],
+    indirect=["backend"],
+)
+
+
+@pytest.fixture
+def rows(backend, device, generator, monkeypatch, vocab):
+    """What others have of the mass is e^-above of the token's, or more of more tokens; log-ratios are small or not."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    made = {
+        f"{above} above, {noise} apart": peaked(apart(noise), TOKEN, above)
+        for above in (4.0, 7.0, 9.0, 11.0)
+        for noise in (0.05, 0.3, 1.0)
+    }
+    batch = samples.batch(generator, vocab, torch.bfloat16, **made, flat=apart(0.003))
+    return batch._replace(x=batch.x.to(device), y=batch.y.to(device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients(rows, kind):
+    """A gradient is right as a whole only where the sure token's is: no other is larger."""
+    parameters = kinds.parameters(kind)
+    a, b = rows.x.double().requires_grad_(), rows.y.double().requires_grad_()
+    truth = oracle.divergence(a, b, kind, **parameters)
+    expected = torch.autograd.grad(truth.sum(), (a, b))
+    for both in (False, True):
+        x, y = rows.x.clone().requires_grad_(), rows.y.clone().requires_grad_(both)
+        loss = kullback.divergence(x, y, kind, reduction="sum", **parameters)
+        found = torch.autograd.grad(loss, (x, y)[: 1 + both])
+        assert relative_error(loss, truth.sum()) < LOSS
+        for row, name in enumerate(rows.names):
+            alone = kullback.divergence(x[row : row + 1], y[row : row + 1], kind, reduction="sum", **parameters)
+            assert relative_error(alone, truth[row]) < LOSS, name
+            for ours, theirs in zip(found, expected, strict=False):
+                assert relative_error(ours[row], theirs[row]) < BF16_CACHED, name
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "alpha"])
+def test_forward_alone_and_softcapped(rows, kind):
+    """Without a gradient nothing is corrected; with a softcap what gradients sum to is found upstream of it."""
+    parameters = kinds.parameters(kind)
+    a = rows.x.double().requires_grad_()
+    truth = oracle.divergence(30 * torch.tanh(a / 30), rows.y.double(), kind, **parameters)
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    x = rows.x.clone().requires_grad_()
+    parameters = parameters | {"softcap": 30.0}
+    (found,) = torch.autograd.grad(kullback.divergence(x, rows.y, kind, reduction="sum", **parameters), x)
+    for row, name in enumerate(rows.names):
+        alone = kullback.divergence(rows.x[row : row + 1], rows.y[row : row + 1], kind, reduction="sum", **parameters)
+        assert relative_error(alone, truth[row]) < LOSS, name
+        assert relative_error(found[row], expected[row]) < BF16_CACHED, name
