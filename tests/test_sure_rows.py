@@ -70,3 +70,25 @@ def test_forward_alone_and_softcapped(rows, kind):
         alone = kullback.divergence(rows.x[row : row + 1], rows.y[row : row + 1], kind, reduction="sum", **parameters)
         assert relative_error(alone, truth[row]) < LOSS, name
         assert relative_error(found[row], expected[row]) < BF16_CACHED, name
+
+
+@pytest.mark.parametrize("kind", ["kl", "hellinger", "renyi"])
+@pytest.mark.parametrize("weights", [{"z_weight": 1e-5}, {"label_weight": 1e-4, "z_weight": 1e-6}], ids=["z", "both"])
+def test_labels(rows, kind, weights):
+    """What gradients are to sum to is then not 0. Weights are so small that a loss shows its divergence."""
+    parameters = kinds.parameters(kind)
+    labels = torch.full((len(rows.x),), TOKEN, device=rows.x.device)
+    labels[1::3], labels[2::3] = 17, -100
+    a = rows.x.double().requires_grad_()
+    lse, counts = a.logsumexp(-1), labels != -100
+    own = a.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    mixed = weights.get("label_weight", 0.0) * (lse - own) + weights["z_weight"] * lse**2
+    truth = oracle.divergence(a, rows.y.double(), kind, **parameters) + torch.where(counts, mixed, 0.0)
+    (expected,) = torch.autograd.grad(truth.sum(), a)
+    x = rows.x.clone().requires_grad_()
+    weights = {"label_weight": 0.0} | weights
+    loss = kullback.divergence(x, rows.y, kind, reduction="sum", labels=labels, **weights, **parameters)
+    assert relative_error(loss, truth.sum()) < LOSS
+    (found,) = torch.autograd.grad(loss, x)
+    for row, name in enumerate(rows.names):
+        assert relative_error(found[row], expected[row]) < BF16_CACHED, name

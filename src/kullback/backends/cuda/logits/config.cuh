@@ -66,7 +66,7 @@
     (HAS_SERIES && SUMS_FROM_MOMENTS && IS_COARSE && VERB == VERB_LOSS && !KNOWN && (WANT_INPUT || WANT_TARGET))
 
 /* Whether rows that one sure token has count as near, however small their sum (sure.cuh), where gradients are coarse */
-#define HAS_SURE_ROWS (HAS_SERIES && SUMS_FROM_MOMENTS && RESIDENT && !IS_MIXED && !HAS_PEERS && VERB == VERB_LOSS && !KNOWN)
+#define HAS_SURE_ROWS (HAS_SERIES && SUMS_FROM_MOMENTS && RESIDENT && !HAS_PEERS && VERB == VERB_LOSS && !KNOWN)
 
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)

@@ -70,8 +70,8 @@ INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place,
     }
 }
 
-/* Calls f(x, y, row(), index in the row) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of `each_marked`, and then
-   after(index of the vector's first element in the row). Each lane takes its own, since few lanes have more than one. */
+/* Calls f(x, y, row(), index in the row) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of
+   `each_marked`, and then after(index of the vector's first element in the row). Each lane takes its own, since few lanes have more than one. */
 template <bool FROM_CHIP, typename C, typename F, typename A, typename R>
 INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, A after, R row)
 {
@@ -164,6 +164,23 @@ INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup
         const auto found = row();
         each_edge(slice, group, [&](int i) { edge(i, found); });
     }
+}
+
+/* Calls f(x, y, index in the row) for this thread's elements with is_such(x, y), of which there are few. */
+template <bool LAST, typename C, typename F>
+INLINE void each_such(const Slice &slice, Pipeline &pipeline, const RowGroup &group, C is_such, F f)
+{
+    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+        bool is_any = false;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            is_any |= is_such(at(x, k), at(y, k));
+        return !is_any;
+    }, is_such, [&](float x, float y, int, int i) { f(x, y, i); }, [](int) {}, [&](int i, int) {
+        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
+        if (is_such(x, y))
+            f(x, y, i);
+    }, [] { return 0; });
 }
 
 }

@@ -104,7 +104,9 @@ INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &s
 INLINE void mix(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats, Sums &sums, float d_loss)
 {
     const Label label = label_of(pipeline);
-    sums.d_log_q = mixed_sum(slice.a, label, stats, sums.d_log_q, d_loss);
+    const float mixed = mixed_sum(slice.a, label, stats, sums.d_log_q, d_loss);
+    sums.mixed = sums.d_log_q - mixed;
+    sums.d_log_q = mixed;
     group.has_label = WANT_INPUT && slice.a.label_weight != 0 && has_token(slice, pipeline, group, label.token);
 }
 

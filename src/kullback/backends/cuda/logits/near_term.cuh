@@ -243,7 +243,9 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;
-        found.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target).term;
+        const Element e = differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
+        found.heavy += e.term;
+        found.see(e, grad_out);
         if (WRITES)
             write_element(slice, input, target, i);
     }, [&] { return heavy_row(a, stats, row); });
@@ -264,7 +266,7 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     if (WRITES && is_sure) {
         RowTerms<true> found;
         find_near_term<WRITES, false>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
-        correct_gradients(slice, pipeline, group, stats, found);
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out);
         return found;
     }
 #endif

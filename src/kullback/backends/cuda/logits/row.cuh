@@ -63,7 +63,7 @@ INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, R
     if (is_sure && !HAS_NEAR && !HAS_NEAR_ELEMENT) {
         RowTerms<true> found;
         write_gradients_by_series<false>(found, slice, pipeline, group, series, stats, sums, grad_out);
-        correct_gradients(slice, pipeline, group, stats, found);
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out);
         return found;
     }
 #endif
@@ -251,7 +251,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     else if (seems_near())
         near();
 #if HAS_SURE_ROWS
-    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && warp_all(slice.body == (int)a.vocab)
+    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)))) {
         const bool is_close = are_few_apart(slice, pipeline, group, stats);
 #if HAS_NEAR_ELEMENT
