@@ -99,8 +99,7 @@
 #endif
 /* Where nothing of the kind foresees it, or not enough, whether a sample of the row does */
 #define SAMPLES_SPREAD \
-    (SUMS_WHILE_WRITING || (HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
-     || (HAS_NEAR_ELEMENT && REFINES_HEAVY && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
+    ((HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) || (REFINES_HEAVY && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 /* Whether moments have guards for -inf. Rows are seldom without it in turn with others: a row group has them from one that has. */
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)

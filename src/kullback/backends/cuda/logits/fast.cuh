@@ -131,9 +131,11 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
        not, and not in sums: exchanging p and q is to exchange them, to the bit. */
     const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameters).coupling;
     TermSums terms;
+    /* With a corner a term is the size of q - p, but for a factor, and what masses are off by, all of a side alike, enters it as it is:
+       that is Σ q - p. */
+    float size = 0, excess = 0;
     const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
-    float term = 0, excess = 0; /* Σ q - p: what masses are off by, all of a side alike, enters the sum of a kind with a corner as it is */
     const auto is_heavy = [&](float x, float y) { return !(input_of(a, x) < heavy_x && target_of(a, y) < heavy_y); };
     const auto add = [&](float x, float y) {
         Parts parts = REFINES ? near_parts(x, y, row, a.parameters)
@@ -141,9 +143,16 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                               : fast_parts(floor_logit(x, row.input_max, a.input_inv_temperature),
                                           floor_logit(y, row.target_max, a.target_inv_temperature), row, a.parameters);
         parts.slope_q -= less;
-        by_slope.p += parts.p * (HAS_COUPLING ? fmaf(coupling, parts.slope_q, parts.slope_p) : parts.slope_p);
+        if (!HAS_CORNER)
+            by_slope.p += parts.p * (HAS_COUPLING ? fmaf(coupling, parts.slope_q, parts.slope_p) : parts.slope_p);
         by_slope.q += parts.q * parts.slope_q;
         return parts;
+    };
+    const auto add_difference = [&](float difference) {
+        if (HAS_CORNER) {
+            size += fabsf(difference);
+            excess += difference;
+        }
     };
     const auto take = [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
         float masses[WIDTH], slopes[WIDTH], part = 0;
@@ -161,9 +170,11 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 const float of_q = parts.q * fmaf(factors.factor_q, slope_q, factors.offset_q);
                 const float of_p = parts.p * fmaf(factors.factor_p, slope_p, factors.offset_p);
                 const bool heavy = is_heavy(at(x, k), at(y, k));
-                part += heavy ? 0 : of_p + of_q;
-                excess += IS_SMOOTH || heavy ? 0 : parts.q - parts.p;
+                part += HAS_CORNER || heavy ? 0 : of_p + of_q;
+                add_difference(heavy ? 0 : parts.q - parts.p);
                 is_light &= !heavy;
+            } else {
+                add_difference(parts.q - parts.p);
             }
         }
         terms.light += part;
@@ -176,7 +187,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const auto refine = [&](float x, float y, const Row &heavy_row, int) {
             const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
             terms.heavy += e.term;
-            excess += IS_SMOOTH ? 0 : e.q_minus_p;
+            add_difference(e.q_minus_p);
         };
         each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [](int) {},
                                              [&](int i, const Row &heavy_row) {
@@ -184,16 +195,24 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
             refine(x, y, heavy_row, i);
             add(input_of(a, x), target_of(a, y));
         }, [&] { return heavy_row(a, stats, row); });
-        float values[] = { by_slope.p, by_slope.q, terms.light + terms.heavy, excess };
-        row_all_reduce<float>(a, pipeline, group, values, Add());
-        by_slope = { values[0], values[1] };
-        term = values[2];
-        excess = values[3];
+        if (!HAS_CORNER)
+            all_reduce(a, pipeline, group, by_slope, terms);
     } else {
         each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
                                                               int address) { take(x, y, before, address); });
-        each_edge(slice, group, [&](int i) { add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i]))); });
-        by_slope = all_reduced(a, pipeline, group, by_slope);
+        each_edge(slice, group, [&](int i) {
+            const Parts parts = add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i])));
+            add_difference(parts.q - parts.p);
+        });
+        if (!HAS_CORNER)
+            by_slope = all_reduced(a, pipeline, group, by_slope);
+    }
+    if (HAS_CORNER) {
+        float values[] = { by_slope.q, size, excess };
+        row_all_reduce<float>(a, pipeline, group, values, Add());
+        by_slope.q = values[0];
+        size = values[1];
+        excess = values[2];
     }
     if (IS_COARSE) { /* of masses as they were there */
         const RowStats again = opaque(stats);
@@ -205,12 +224,14 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     sums.d_log_p = common.factor_p * (by_slope.p + (HAS_COUPLING ? common.coupling * less : 0)) + common.offset_p;
     sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
-    if (REFINES && IS_SMOOTH) {
+    if (HAS_CORNER) {
+        const float whole = 0.5f * common.factor_q * size;
+        sums.term = whole + 0.5f * excess * (whole - 2 * sums.d_log_q); /* a half of the excess from each side */
+        sums.d_log_p = sums.term - sums.d_log_q;
+    } else if (REFINES) {
         const float p_sum = mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
         const float q_sum = mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature);
-        sums.term = term / (0.5f * (p_sum + q_sum));
-    } else if (REFINES) {
-        sums.term = term + 0.5f * excess * (term - 2 * sums.d_log_q); /* a half of the excess from each side */
+        sums.term = (terms.light + terms.heavy) / (0.5f * (p_sum + q_sum));
     }
     return sums;
 }

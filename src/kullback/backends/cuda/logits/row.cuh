@@ -157,7 +157,7 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 /* Σ √(p·q)·r² of rows whose gradients are written by their moments. These are off by up to 1e-6, which 16 bits show where
    squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens. */
 #define MIN_SQUARES 1e-4f
-#define MAX_SQUARES (HAS_TILTED_LSE ? 1.5e-2f : 6e-3f)
+#define MAX_SQUARES 6e-3f
 
 /* Whether the row's sides are the same */
 INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
@@ -206,6 +206,8 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
    or powers. Moments, too, round about as much as the second. */
 #define LEAST_SURE_SUM 4e-6f
 #define LEAST_CLOSE_SUM 4e-7f
+/* Of light tokens' mass; a power of both masses has a rounding of its own. */
+#define LEAST_LIGHT_SUM (HAS_TILTED_LSE ? 3e-3f : MIN_NEAR_SUM)
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
@@ -238,10 +240,20 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.is_close = is_close;
         found.is_sure = is_sure;
     };
+    const auto are_few = [&] { return are_few_apart(slice, pipeline, group, stats); };
+    /* Light tokens have a part of the sum as large as their mass: the fast formula is to round little of that. */
+    const auto are_light_exact = [&] {
+#if HAS_SURE_ROWS
+        return is_well_conditioned(found.sums, LEAST_LIGHT_SUM)
+            || is_well_conditioned(found.sums, LEAST_LIGHT_SUM * light_mass(slice, pipeline, group, stats));
+#else
+        return false;
+#endif
+    };
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
-    else if (REFINES_HEAVY && !are_few_apart(slice, pipeline, group, stats) && seems_near())
+    else if (REFINES_HEAVY && !are_few() && seems_near())
         near();
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
         near(true);
@@ -249,23 +261,19 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     else if (is_foreseen())
         found.mode = STABLE;
     else if (seems_near())
-        near();
+        near(HAS_NEAR && (are_few() || !are_light_exact()));
 #if HAS_SURE_ROWS
     else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)))) {
-        const bool is_close = are_few_apart(slice, pipeline, group, stats);
+        const bool is_close = are_few();
+        const bool is_fast = !is_close && is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift))) && are_light_exact();
 #if HAS_NEAR_ELEMENT
         const bool by_ratios = is_close && is_in_reach(slice, stats), by_powers = false;
 #else
         const bool by_ratios = HAS_NEAR, by_powers = is_close && !HAS_NEAR && SUMS_WHILE_WRITING;
 #endif
-        /* Light tokens have a part of the sum as large as their mass; the fast formula rounds of it what it does of any row's. */
-        const auto are_light_exact = [&] {
-            return is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift)))
-                && is_well_conditioned(found.sums, MIN_NEAR_SUM * light_mass(slice, pipeline, group, stats));
-        };
-        if (by_ratios || by_powers || (!is_close && are_light_exact()))
-            near(is_close, true, by_powers ? STABLE : FAST);
+        if (is_fast || by_ratios || by_powers)
+            near(!is_fast, true, by_powers ? STABLE : FAST);
     }
 #endif
 #if HAS_TILTED_LSE
@@ -292,16 +300,20 @@ INLINE float spread_mass(const RowStats &stats)
 
 /* Of rows that are near, whose light tokens take the fast formula: of these it rounds the more, the more mass they have. With a corner,
    a sure token's exponents are to tell on which side of the tie it is. */
-#define LEAST_CORNER_SUM (HAS_CORNER ? 5e-4f : 0)
+#define LEAST_CORNER_SUM (HAS_CORNER ? 2e-4f : 0)
 INLINE float least_near_sum(const RowStats &stats) { return fmaxf(MIN_NEAR_SUM * spread_mass(stats), LEAST_CORNER_SUM); }
+INLINE float least_far_sum(const RowStats &stats)
+{
+    return HAS_CORNER ? fmaxf(0.004f * spread_mass(stats), LEAST_CORNER_SUM) : MIN_FAST_SUM;
+}
 
 /* By its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π deviations, and the total variation
-   be 0.4 of one, of what mass a sure token leaves. More on a model's rows: its likelier tokens differ by more. */
+   be 0.4 of one, of what mass a sure token leaves. */
 INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
     const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
-    const float apart = 0.6f * slice.a.input_inv_temperature * stats.spread * spread_mass(stats);
-    return SAMPLES_SPREAD && warp_all(apart < 1.5f * MIN_FAST_SUM * sampled);
+    const float apart = 0.35f * slice.a.input_inv_temperature * stats.spread * spread_mass(stats);
+    return SAMPLES_SPREAD && warp_all(apart < least_far_sum(stats) * sampled);
 }
 
 /* Of slopes that are cached by the fast formula */
@@ -317,7 +329,7 @@ INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fou
     found.sums = has_finite_exponents(found.stats)
         ? sum_by_slopes<true, false>(slice, pipeline, group, found.stats, predicted)
         : sum_by_slopes<false, false>(slice, pipeline, group, found.stats, predicted);
-    if (is_well_conditioned(found.sums)) {
+    if (is_well_conditioned(found.sums, least_far_sum(found.stats))) {
         found.mode = FAST;
         found.cached = fast_scale(slice.a, found.stats, predicted);
         return true;
