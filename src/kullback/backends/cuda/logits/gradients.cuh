@@ -71,6 +71,17 @@ struct GradientVectors {
     }
 };
 
+INLINE void write_zeros(const Slice &slice, Pipeline &pipeline, const RowGroup &group)
+{
+    const GradientVectors vectors(slice);
+    const Packed<DX> input = {};
+    const Packed<DY> target = {};
+    each_vector<false, true>(slice, pipeline, group, [&](const Packed<X> &, const Packed<Y> &, long long before, int) {
+        vectors.write(input, target, before);
+    });
+    each_edge(slice, group, [&](int i) { write_element(slice, input.element[0], target.element[0], i); });
+}
+
 /* Returns this thread's part of the sum of terms, of modes whose gradients are found with them. */
 template <int MODE>
 INLINE TermSums write_gradients(const Slice &slice, Pipeline &pipeline, const RowGroup &group, const RowStats &stats,

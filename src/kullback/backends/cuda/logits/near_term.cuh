@@ -113,10 +113,10 @@ INLINE void find_close_term(RowTerms<SURE> &sums, const Slice &slice, Pipeline &
 #endif
 
 #if SUMS_FROM_MOMENTS && HAS_NEAR
-/* As `find_near_term`, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
+/* Adds this thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
 template <bool WRITES, bool LAST, bool SURE>
-INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
-                                     const RowStats &stats, const Sums &sums, GradOut grad_out)
+INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                           const Sums &sums, bool, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const LogRatio log_ratio(a, opaque(stats));
@@ -183,21 +183,15 @@ INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, 
     });
     found.light *= log_ratio.rest;
 }
-#endif
-
-#if SUMS_FROM_MOMENTS
-/* Adds this thread's part of the row's sum. Of a row that is not close by the fast formula; terms of few tokens of much mass are found
-   by the stable one. */
+#elif SUMS_FROM_MOMENTS
+/* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                            const Sums &sums, bool is_close, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
-#if HAS_NEAR
-    if (is_close)
-        return find_term_by_polynomials<WRITES, LAST>(found, slice, pipeline, group, stats, sums, grad_out);
-#elif HAS_NEAR_ELEMENT
+#if HAS_NEAR_ELEMENT
     if (is_close)
         return find_close_term<WRITES, LAST>(found, slice, pipeline, group, stats, row, grad_out);
 #endif
@@ -259,7 +253,9 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     found.light *= norm;
     found.heavy *= norm;
 }
+#endif
 
+#if SUMS_FROM_MOMENTS
 /* This thread's part of the row's sum; its gradients are written. is_close: of elements of which hardly one is far; is_sure: of a row
    that one sure token may have */
 template <bool WRITES, bool LAST>

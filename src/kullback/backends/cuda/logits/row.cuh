@@ -24,6 +24,7 @@ struct Found {
     int mode = SAFE;
     bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet: */
     bool is_close = false;   /* of elements of which hardly one is far */
+    bool is_equal = false;   /* whether its sides are the same, so that its gradients are 0 */
     bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
     SlopeScale cached = { 1, 0 };
 };
@@ -153,12 +154,7 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 }
 #endif
 
-#if SUMS_FROM_MOMENTS && HAS_SERIES
-/* Σ √(p·q)·r² of rows whose gradients are written by their moments. These are off by up to 1e-6, which 16 bits show where
-   squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens. */
-#define MIN_SQUARES 1e-4f
-#define MAX_SQUARES 6e-3f
-
+#if HAS_FAST && THREADS_PER_ROW > 32
 /* Whether the row's sides are the same */
 INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
@@ -173,6 +169,22 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i]), to_real(slice.y()[i])); });
     return warp_all(all_reduced(a, pipeline, group, SlopeSums { differs ? 1.0f : 0.0f }).p == 0);
 }
+
+/* The same, asked of rows that may be: their normalisers are the same. Such a row has nothing to lose, and no gradient. Where that is
+   to be known later, or is not all there is, it is a row as others are. */
+INLINE bool needs_nothing(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+{
+    const Arguments &a = slice.a;
+    return VERB == VERB_LOSS && !IS_MIXED && !KNOWN && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
+        && warp_all(stats.x_max == stats.y_max && stats.x_sum_exp == stats.y_sum_exp) && is_equal(slice, pipeline, group);
+}
+#endif
+
+#if SUMS_FROM_MOMENTS && HAS_SERIES
+/* Σ √(p·q)·r² of rows whose gradients are written by their moments. These are off by up to 1e-6, which 16 bits show where
+   squares are less, but for 0. Rows of more are near, or no longer close in all but few tokens. */
+#define MIN_SQUARES 1e-4f
+#define MAX_SQUARES 6e-3f
 
 /* Whether the token that a maximum was estimated by has so much of the row that its log-ratio says nothing of others' */
 INLINE bool is_most(float sum_exp, float inv_temperature)
@@ -206,8 +218,6 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
    or powers. Moments, too, round about as much as the second. */
 #define LEAST_SURE_SUM 4e-6f
 #define LEAST_CLOSE_SUM 4e-7f
-/* Of light tokens' mass; a power of both masses has a rounding of its own. */
-#define LEAST_LIGHT_SUM (HAS_TILTED_LSE ? 3e-3f : MIN_NEAR_SUM)
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
@@ -241,15 +251,6 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.is_sure = is_sure;
     };
     const auto are_few = [&] { return are_few_apart(slice, pipeline, group, stats); };
-    /* Light tokens have a part of the sum as large as their mass: the fast formula is to round little of that. */
-    const auto are_light_exact = [&] {
-#if HAS_SURE_ROWS
-        return is_well_conditioned(found.sums, LEAST_LIGHT_SUM)
-            || is_well_conditioned(found.sums, LEAST_LIGHT_SUM * light_mass(slice, pipeline, group, stats));
-#else
-        return false;
-#endif
-    };
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
@@ -261,19 +262,23 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     else if (is_foreseen())
         found.mode = STABLE;
     else if (seems_near())
-        near(HAS_NEAR && (are_few() || !are_light_exact()));
+        near();
 #if HAS_SURE_ROWS
     else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)))) {
         const bool is_close = are_few();
-        const bool is_fast = !is_close && is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift))) && are_light_exact();
 #if HAS_NEAR_ELEMENT
         const bool by_ratios = is_close && is_in_reach(slice, stats), by_powers = false;
 #else
         const bool by_ratios = HAS_NEAR, by_powers = is_close && !HAS_NEAR && SUMS_WHILE_WRITING;
 #endif
-        if (is_fast || by_ratios || by_powers)
-            near(!is_fast, true, by_powers ? STABLE : FAST);
+        /* Light tokens have a part of the sum as large as their mass; the fast formula rounds of it what it does of any row's. */
+        const auto are_light_exact = [&] {
+            return is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift)))
+                && is_well_conditioned(found.sums, MIN_NEAR_SUM * light_mass(slice, pipeline, group, stats));
+        };
+        if (by_ratios || by_powers || (!is_close && are_light_exact()))
+            near(is_close, true, by_powers ? STABLE : FAST);
     }
 #endif
 #if HAS_TILTED_LSE
@@ -465,6 +470,12 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     found.stats.in_range = normalise(slice, pipeline, group, found.stats);
     if (VERB == VERB_STATISTICS && !SUMS_FROM_MOMENTS)
         return found;
+#if HAS_FAST && THREADS_PER_ROW > 32
+    if (found.stats.in_range && needs_nothing(slice, pipeline, group, found.stats)) {
+        found.is_equal = true;
+        return found;
+    }
+#endif
 #if HAS_FAST
     if (found.stats.in_range) {
         sum_fast(slice, pipeline, group, found);
@@ -625,7 +636,9 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 #endif
         return;
     }
-    if (WANT_GRADIENT) {
+    if (WANT_GRADIENT && found.is_equal) {
+        write_zeros(slice, pipeline, group);
+    } else if (WANT_GRADIENT) {
         const GradOut grad_out = grad_out_of(a, weight, done.derivative);
 #if IS_MIXED
         mix(slice, pipeline, group, found.stats, found.sums, (float)done.derivative);
