@@ -11,6 +11,10 @@ from tests.tolerances import BF16_CACHED, LOSS, relative_error
 
 TOKEN = 4007
 
+# Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token what is
+# left of 1/2 - 1/2 is the gradient.
+GRADIENT = {"chi2": 2e-2, "total_variation": 2e-2}
+
 pytestmark = pytest.mark.parametrize(
     ("backend", "vocab"),
     [
@@ -23,6 +27,21 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
+def shared(count: int, light: float, noise: float) -> samples.Row:
+    """So many tokens have all but `light` of the mass, and the same logits on both sides."""
+
+    def row(y, normal):
+        y = y.clone()
+        heavy = torch.arange(count) * 7 + 5
+        y[heavy] = -torch.inf
+        y[heavy] = y.logsumexp(-1) - torch.tensor(light * count).log() + 0.3 * normal[heavy]
+        x = y + noise * normal
+        x[heavy] = y[heavy]
+        return x, y
+
+    return row
+
+
 @pytest.fixture
 def rows(backend, device, generator, monkeypatch, vocab):
     """What others have of the mass is e^-above of the token's, or more of more tokens; log-ratios are small or not."""
@@ -33,7 +52,12 @@ def rows(backend, device, generator, monkeypatch, vocab):
         for above in (4.0, 7.0, 9.0, 11.0)
         for noise in (0.05, 0.3, 1.0)
     }
-    batch = samples.batch(generator, vocab, torch.bfloat16, **made, flat=apart(0.003))
+    made |= {
+        f"{count} share all but {light}, {noise} apart": shared(count, light, noise)
+        for count in (2, 5, 70, 300)
+        for light, noise in ((1e-3, 0.03), (1e-3, 0.3), (1e-4, 1.0))
+    }
+    batch = samples.batch(generator, vocab, torch.bfloat16, spread=1.0, **made, flat=apart(0.003))
     return batch._replace(x=batch.x.to(device), y=batch.y.to(device))
 
 
@@ -53,7 +77,7 @@ def test_losses_and_gradients(rows, kind):
             alone = kullback.divergence(x[row : row + 1], y[row : row + 1], kind, reduction="sum", **parameters)
             assert relative_error(alone, truth[row]) < LOSS, name
             for ours, theirs in zip(found, expected, strict=False):
-                assert relative_error(ours[row], theirs[row]) < BF16_CACHED, name
+                assert relative_error(ours[row], theirs[row]) < GRADIENT.get(kind, BF16_CACHED), name
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "alpha"])
@@ -68,7 +92,9 @@ def test_forward_alone_and_softcapped(rows, kind):
     (found,) = torch.autograd.grad(kullback.divergence(x, rows.y, kind, reduction="sum", **parameters), x)
     for row, name in enumerate(rows.names):
         alone = kullback.divergence(rows.x[row : row + 1], rows.y[row : row + 1], kind, reduction="sum", **parameters)
-        assert relative_error(alone, truth[row]) < LOSS, name
+        assert relative_error(alone, truth[row]) < 3 * LOSS, (
+            name
+        )  # capped logits are rounded before their difference is found
         assert relative_error(found[row], expected[row]) < BF16_CACHED, name
 
 

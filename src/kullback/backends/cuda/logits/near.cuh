@@ -37,11 +37,9 @@ template <bool NARROW> INLINE float cached_slope_of(const Arguments &a, float r,
 #endif
 
 #if HAS_NEAR && !SUMS_FROM_MOMENTS
-/* A row whose sum is less has slopes that are too short for halves even so. */
-#define LEAST_CACHED_SUM (HAS_CORNER ? 5e-6f : 1e-6f)
-/* With a corner, a sure token's log-ratio is about the row's sum: what the normalisers are off by is to be little of it, lest the
-   token be on the wrong side of the tie. */
-#define MAX_CORNER_EXCESS 0.01f
+/* A row whose sum is less has slopes that are too short for halves even so; with a corner, a sure token may be nearer to the tie
+   than its normaliser is exact. */
+#define LEAST_CACHED_SUM (HAS_CORNER ? 5e-5f : 1e-6f)
 
 INLINE SlopeScale slope_scale(const Arguments &a, float predicted)
 {

@@ -217,18 +217,29 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
             e = without_sum(e);
 #endif
             pull_back(a, e, q, p, grad_out, input.element[k], target.element[k]);
-            part.see(e, grad_out);
-            if (!is_heavy(at(y, k)))
+            if (!is_heavy(at(y, k))) {
                 part.light += e.term;
-            else
+                part.see(e, grad_out);
+            } else {
                 is_light = false;
+            }
         }
         found += part;
         if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int) {
-        found.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int i) {
+        if (!SURE) {
+            found.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
+            return;
+        }
+        /* Of each exponent what is rounded is its own: no correction of all would take it off. */
+        DX input;
+        DY target;
+        const Element e = differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+        found.heavy += e.term;
+        found.see(e, grad_out);
+        write_element(slice, input, target, i);
     }, [&](int first) {
         if (RESIDENT || !WRITES)
             return;

@@ -214,10 +214,11 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 /* A row's sum is what is left of a moment and the difference of log-sum-exps against the maxima that were estimated, log2: of
    these 1.5e-7 is rounded. Where near rows have a cheap way, less than so much of it counts as near. */
 #define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
-/* Of a sum of less, a sure token's gradient is more than a tenth off before it is corrected: by the fast formula, and by log-ratios
-   or powers. Moments, too, round about as much as the second. */
-#define LEAST_SURE_SUM 4e-6f
-#define LEAST_CLOSE_SUM 4e-7f
+/* Rows of a sure token (sure.cuh): the least sum that moments show; the least of which the fast formula's gradients are so little off
+   that they can be corrected; and the largest of which they want that */
+#define LEAST_CLOSE_SUM (HAS_CHERNOFF ? 2e-6f : 4e-7f)
+#define LEAST_SURE_SUM (HAS_CHERNOFF ? 1e-5f : 4e-6f)
+#define MAX_SURE_SUM (HAS_CHERNOFF ? 0 : 1e-3f)
 
 INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
@@ -232,6 +233,8 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
                                        HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
                                        HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
+    const float smaller = fminf(fabsf(a.exponent), fabsf(1 - a.exponent));
+    const float of_powers = HAS_CHERNOFF ? fmaxf(1, in_range_ratio_or_zero(0.5f, smaller)) : 1; /* sums are 1 - c over that */
     float least = MIN_FAST_SUM;
     if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
         least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
@@ -255,17 +258,17 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
     else if (REFINES_HEAVY && !are_few() && seems_near())
-        near();
+        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM));
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
         near(true);
 #endif
     else if (is_foreseen())
         found.mode = STABLE;
     else if (seems_near())
-        near();
+        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM));
 #if HAS_SURE_ROWS
     else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
-             && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)))) {
+             && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
         const bool is_close = are_few();
 #if HAS_NEAR_ELEMENT
         const bool by_ratios = is_close && is_in_reach(slice, stats), by_powers = false;
@@ -303,8 +306,8 @@ INLINE float spread_mass(const RowStats &stats)
     return 1 - fast_sqrt(fminf(shared, 1));
 }
 
-/* Of rows that are near, whose light tokens take the fast formula: of these it rounds the more, the more mass they have. With a corner,
-   a sure token's exponents are to tell on which side of the tie it is. */
+/* Of light tokens the fast formula rounds the more, the more mass they have. With a corner it serves rows of less than others: what
+   masses are off by alike is known (sum_by_slopes). */
 #define LEAST_CORNER_SUM (HAS_CORNER ? 2e-4f : 0)
 INLINE float least_near_sum(const RowStats &stats) { return fmaxf(MIN_NEAR_SUM * spread_mass(stats), LEAST_CORNER_SUM); }
 INLINE float least_far_sum(const RowStats &stats)
@@ -356,8 +359,7 @@ INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
             ? sum_near<NARROW_TERMS != 0>(slice, pipeline, group, found.stats, predicted)
             : sum_near<false>(slice, pipeline, group, found.stats, predicted);
         found.cached = slope_scale(slice.a, predicted);
-        const bool is_served = warp_all(found.sums.term == 0) || (is_well_conditioned(found.sums, LEAST_CACHED_SUM)
-            && (!HAS_CORNER || warp_all(fabsf(found.sums.q_minus_p) < MAX_CORNER_EXCESS * found.sums.term)));
+        const bool is_served = is_well_conditioned(found.sums, LEAST_CACHED_SUM) || warp_all(found.sums.term == 0);
         /* Where slopes are not cached, the fast formula finds gradients, and is too coarse if the row is close. */
         if (is_served)
             found.mode = is_caching || is_well_conditioned(found.sums, MIN_NEAR_SUM) ? FAST : STABLE;

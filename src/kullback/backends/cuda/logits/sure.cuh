@@ -42,36 +42,33 @@ INLINE float light_mass(const Slice &slice, Pipeline &pipeline, RowGroup &group,
         - all_reduced(a, pipeline, group, SlopeSums { heavy_mass }).p;
 }
 
-/* Of either side's logits, the least mass that counts as a sure token's, as a power of 2 */
-#define SURE_EXPONENT -6.0f
-
-/* Takes off the gradients of tokens of much mass, as they have been written, what the row's sum to beyond what they are to. The row is
-   not read again. */
+/* Gradients of logits sum to 0, but for labels. What these sum to beside that is a share of each mass, since what all are off by is
+   that of the normalisers; tokens of much mass, whose gradients may be as small, get it off. The row is not read again. */
 INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
                               const RowTerms<true> &terms, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const SlopeSums found = all_reduced(a, pipeline, group, SlopeSums { terms.target, terms.input });
-    const float target_excess = found.p, input_excess = IS_MIXED ? fmaf(-grad_out.input, sums.mixed, found.q) : found.q;
+    const float of_target = found.p, of_input = IS_MIXED ? fmaf(-grad_out.input, sums.mixed, found.q) : found.q;
     const Row row = row_constants<FAST>(a, opaque(stats), {});
-    const float sure_x = heavy_logit(row.input_max, a.input_inv_temperature, SURE_EXPONENT);
-    const float sure_y = heavy_logit(row.target_max, a.target_inv_temperature, SURE_EXPONENT);
+    const float heavy_x = heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER);
+    const float heavy_y = heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
     const auto correct_input = [&](DX &gradient, float q) {
         const float mass = fast_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
         const float cap = INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1;
-        gradient = rounded<DX>(fmaf(-mass * cap, input_excess, to_real(gradient)));
+        gradient = rounded<DX>(fmaf(-mass * cap, of_input, to_real(gradient)));
     };
     const auto correct_target = [&](DY &gradient, float p) {
         const float mass = fast_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
         const float cap = TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1;
-        gradient = rounded<DY>(fmaf(-mass * cap, target_excess, to_real(gradient)));
+        gradient = rounded<DY>(fmaf(-mass * cap, of_target, to_real(gradient)));
     };
 #if IS_MIXED
     if (WANT_INPUT && group.has_label) /* its gradient is written after all others */
         correct_input(own_label().input, input_of(a, label_of(pipeline).x));
 #endif
     each_such<true>(slice, pipeline, group, [&](float x, float y) {
-        return (WANT_INPUT && input_of(a, x) >= sure_x) || (WANT_TARGET && target_of(a, y) >= sure_y);
+        return (WANT_INPUT && input_of(a, x) >= heavy_x) || (WANT_TARGET && target_of(a, y) >= heavy_y);
     }, [&](float x, float y, int i) {
         if (WANT_INPUT)
             correct_input(slice.d_input()[i], input_of(a, x));
