@@ -11,8 +11,8 @@ from tests.tolerances import BF16_CACHED, LOSS, relative_error
 
 TOKEN = 4007
 
-# Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token what is
-# left of 1/2 - 1/2 is the gradient.
+# Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token the
+# gradient is what is left of 1/2 - 1/2.
 GRADIENT = {"chi2": 2e-2, "total_variation": 2e-2}
 
 pytestmark = pytest.mark.parametrize(
