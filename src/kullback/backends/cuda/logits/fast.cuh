@@ -12,11 +12,6 @@ namespace kullback {
 #define MAX_VARIANCE 16.0f
 #define MAX_SHIFT 8.0f
 
-/* With a corner: what q - p may be off by, of a mass, where both are powers of rounded exponents; and how much mass, of the row's sum,
-   may be so near to a tie that this decides on which side it is. Each thread tells of its token that has most. */
-#define MAX_MASS_ERROR 4e-6f
-#define MAX_TIED 2e-3f
-
 /* What the cached slopes of a row are to be multiplied by, and what is to be added */
 struct SlopeScale {
     float factor, offset;
@@ -138,7 +133,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     TermSums terms;
     /* With a corner a term is the size of q - p, but for a factor, and what masses are off by, all of a side alike, enters it as it is:
        that is Σ q - p. */
-    float size = 0, excess = 0, tied = 0;
+    float size = 0, excess = 0;
     const float heavy_x = REFINES ? heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     const auto is_heavy = [&](float x, float y) { return !(input_of(a, x) < heavy_x && target_of(a, y) < heavy_y); };
@@ -153,11 +148,10 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         by_slope.q += parts.q * parts.slope_q;
         return parts;
     };
-    const auto add_difference = [&](float difference, float mass) {
+    const auto add_difference = [&](float difference) {
         if (HAS_CORNER) {
             size += fabsf(difference);
             excess += difference;
-            tied = fminf(tied, fmaf(-MAX_MASS_ERROR, mass, fabsf(difference)));
         }
     };
     const auto take = [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
@@ -177,10 +171,10 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 const float of_p = parts.p * fmaf(factors.factor_p, slope_p, factors.offset_p);
                 const bool heavy = is_heavy(at(x, k), at(y, k));
                 part += HAS_CORNER || heavy ? 0 : of_p + of_q;
-                add_difference(heavy ? 0 : parts.q - parts.p, parts.q);
+                add_difference(heavy ? 0 : parts.q - parts.p);
                 is_light &= !heavy;
             } else {
-                add_difference(parts.q - parts.p, parts.q);
+                add_difference(parts.q - parts.p);
             }
         }
         terms.light += part;
@@ -193,7 +187,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const auto refine = [&](float x, float y, const Row &heavy_row, int) {
             const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
             terms.heavy += e.term;
-            add_difference(e.q_minus_p, 0);
+            add_difference(e.q_minus_p);
         };
         each_refining<false, !CACHES_SLOPES>(slice, pipeline, group, take, is_heavy, refine, [](int) {},
                                              [&](int i, const Row &heavy_row) {
@@ -208,18 +202,17 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                                                               int address) { take(x, y, before, address); });
         each_edge(slice, group, [&](int i) {
             const Parts parts = add(input_of(a, to_real(slice.x()[i])), target_of(a, to_real(slice.y()[i])));
-            add_difference(parts.q - parts.p, parts.q);
+            add_difference(parts.q - parts.p);
         });
         if (!HAS_CORNER)
             by_slope = all_reduced(a, pipeline, group, by_slope);
     }
     if (HAS_CORNER) {
-        float values[] = { by_slope.q, size, excess, tied };
+        float values[] = { by_slope.q, size, excess };
         row_all_reduce<float>(a, pipeline, group, values, Add());
         by_slope.q = values[0];
         size = values[1];
         excess = values[2];
-        tied = values[3];
     }
     if (IS_COARSE) { /* of masses as they were there */
         const RowStats again = opaque(stats);
@@ -235,8 +228,6 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         const float whole = 0.5f * common.factor_q * size;
         sums.term = whole + 0.5f * excess * (whole - 2 * sums.d_log_q); /* a half of the excess from each side */
         sums.d_log_p = sums.term - sums.d_log_q;
-        if (tied < -MAX_MASS_ERROR * MAX_TIED * sums.term)
-            sums.term = 0; /* not known */
     } else if (REFINES) {
         const float p_sum = mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
         const float q_sum = mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature);

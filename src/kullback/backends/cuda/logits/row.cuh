@@ -315,13 +315,24 @@ INLINE float least_far_sum(const RowStats &stats)
     return HAS_CORNER ? fmaxf(0.004f * spread_mass(stats), LEAST_CORNER_SUM) : MIN_FAST_SUM;
 }
 
+/* With a corner: whether the exponents' difference of log-sum-exps is that of two logits but for what those round, so that of a token of
+   such logits a rounding would decide which mass is larger. Differences of 16-bit logits above 1/2 are multiples of 2⁻⁸. */
+INLINE bool may_tie(const Arguments &a, const RowStats &stats)
+{
+    const float inv_temperature = a.input_inv_temperature; /* of both */
+    const double log_z_diff = log_z_diff_of_exponents(a, log2_z(stats.x_max, stats.x_sum_exp, inv_temperature),
+                                                      log2_z(stats.y_max, stats.y_sum_exp, inv_temperature));
+    const float steps = (float)(256 * log_z_diff / (double)inv_temperature);
+    return HAS_CORNER && warp_all(fabsf(steps - rintf(steps)) * inv_temperature < 256 * 4e-6f);
+}
+
 /* By its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π deviations, and the total variation
    be 0.4 of one, of what mass a sure token leaves. */
 INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
     const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
     const float apart = 0.35f * slice.a.input_inv_temperature * stats.spread * spread_mass(stats);
-    return SAMPLES_SPREAD && warp_all(apart < least_far_sum(stats) * sampled);
+    return SAMPLES_SPREAD && (warp_all(apart < least_far_sum(stats) * sampled) || may_tie(slice.a, stats));
 }
 
 /* Of slopes that are cached by the fast formula */
