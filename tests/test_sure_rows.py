@@ -13,6 +13,8 @@ TOKEN = 4007
 
 # Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token the
 # gradient is what is left of 1/2 - 1/2.
+# skew_kl of 128256 tokens has what is left of the difference of log-sum-exps in floats.
+LOSSES = {"skew_kl": 5 * LOSS}
 GRADIENT = {"chi2": 2e-2, "total_variation": 2e-2}
 
 pytestmark = pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_losses_and_gradients(rows, kind):
         assert relative_error(loss, truth.sum()) < LOSS
         for row, name in enumerate(rows.names):
             alone = kullback.divergence(x[row : row + 1], y[row : row + 1], kind, reduction="sum", **parameters)
-            assert relative_error(alone, truth[row]) < LOSS, name
+            assert relative_error(alone, truth[row]) < LOSSES.get(kind, LOSS), name
             for ours, theirs in zip(found, expected, strict=False):
                 assert relative_error(ours[row], theirs[row]) < GRADIENT.get(kind, BF16_CACHED), name
 

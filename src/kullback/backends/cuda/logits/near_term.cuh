@@ -75,40 +75,43 @@ struct CloseElements {
 
 /* As `find_near_term` */
 template <bool WRITES, bool LAST, bool SURE>
-INLINE void find_close_term(RowTerms<SURE> &sums, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
-                            const Row &fast, GradOut grad_out)
+INLINE void find_close_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                            const Sums &sums, const Row &fast, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const CloseElements elements(a, opaque(stats), fast, grad_out);
+    const auto own = [&](float q, float p) {
+        return elements.is_near(q, p) ? Gradients(elements.near(a, q, p), elements.in_masses)
+                                      : Gradients(elements.far(a, q, p, fast), grad_out);
+    };
     if (WRITES)
-        differentiate_label(a, pipeline, group, [&](float q, float p) {
-            return elements.is_near(q, p) ? elements.near(a, q, p).input
-                                          : elements.far(a, q, p, fast).input * grad_out.input;
-        }, grad_out);
-    const auto take_near = [&](float q, float p, DX &input, DY &target, RowTerms<SURE> &sums) {
+        differentiate_label(a, pipeline, group, [&](float q, float p) { return own(q, p).input; }, grad_out);
+    const auto take_near = [&](float q, float p, DX &input, DY &target, RowTerms<SURE> &part) {
         const Element e = elements.near(a, q, p);
         pull_back(a, e, q, p, elements.in_masses, input, target);
-        sums.light += e.term;
-        sums.see(e, elements.in_masses);
+        part.light += e.term;
+        part.see(e, elements.in_masses);
     };
-    write_deferring<WRITES, LAST>(slice, pipeline, group, sums, [&](float x, float y, DX &input, DY &target, RowTerms<SURE> &part) {
+    write_deferring<WRITES, LAST>(slice, pipeline, group, found, [&](float x, float y, DX &input, DY &target, RowTerms<SURE> &part) {
         const float q = input_of(a, x), p = target_of(a, y);
         take_near(q, p, input, target, part);
         return elements.is_near(q, p);
     }, [&](float x, float y, const Row &, DX &input, DY &target) {
         const float q = input_of(a, x), p = target_of(a, y);
         if (elements.is_near(q, p)) {
-            take_near(q, p, input, target, sums);
+            take_near(q, p, input, target, found);
         } else { /* nothing cancels in the fast formula */
             const Element e = elements.far(a, q, p, fast);
             pull_back(a, e, q, p, grad_out, input, target);
-            sums.heavy += e.term;
-            sums.see(e, grad_out);
+            found.heavy += e.term;
+            found.see(e, grad_out);
         }
     }, [&] { return fast; });
     const float norm = in_range_ratio_or_zero(1, elements.whole);
-    sums.light *= norm;
-    sums.heavy *= norm * elements.factor;
+    found.light *= norm;
+    found.heavy *= norm * elements.factor;
+    if constexpr (SURE)
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out, own);
 }
 #endif
 
@@ -127,29 +130,33 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
         }, grad_out);
     const float mean = SLOPE_FACTOR * sums.d_log_q, of_slope = 1 / SLOPE_FACTOR;
     const GradientVectors vectors(slice);
+    /* sum: the element's term, but for the roots' factor */
+    const auto gradients_of = [&](float own, float other, float r, float sum) {
+        const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+        const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
+        const float input = q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope;
+        if (!WANT_TARGET)
+            return Gradients(input, 0);
+        const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
+        const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope)); /* d_log_p + d_log_q is the term: Euler's */
+        return Gradients(input, fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target);
+    };
     /* Whether that served an element */
     const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
         const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
         const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
         const bool is_near = fabsf(r) < NEAR_RADIUS;
-        float of_input = 0, of_target = 0;
         if (is_near)
             found.light += sum;
         if (WRITES) {
-            const float q = fast_logit_mass(own, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-            const float slope = cached_slope_of<false>(a, r, WANT_INPUT && !WANT_TARGET ? mean : 0);
-            of_input = q * (WANT_TARGET ? slope - mean : slope) * grad_out.input * of_slope;
+            const Gradients gradients = gradients_of(own, other, r, sum);
             if (WANT_INPUT)
-                input = rounded<DX>(of_input * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
-            if (WANT_TARGET) { /* d_log_p + d_log_q is the term: Euler's */
-                const float p = fast_logit_mass(other, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
-                const float d_log_p = fmaf(log_ratio.rest, sum, -(q * slope * of_slope));
-                of_target = fmaf(-p, sums.d_log_p, d_log_p) * grad_out.target;
-                target = rounded<DY>(of_target * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
-            }
+                input = rounded<DX>(gradients.input * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
+            if (WANT_TARGET)
+                target = rounded<DY>(gradients.target * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
+            if (is_near)
+                found.see(gradients.input, gradients.target);
         }
-        if (is_near)
-            found.see(of_input, of_target);
         return is_near;
     };
     const auto take = [&](float x, float y, DX &input, DY &target) {
@@ -182,6 +189,12 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
             write_element(slice, input, target, i);
     });
     found.light *= log_ratio.rest;
+    if constexpr (SURE)
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out, [&](float q, float p) {
+            const float r = log_ratio.of(q, p);
+            return fabsf(r) < NEAR_RADIUS ? gradients_of(q, p, r, log_ratio.root(q, p) * term_over_root<false>(a, r))
+                                          : Gradients(floored_element<FAST>(a, q, p, row), grad_out);
+        });
 }
 #elif SUMS_FROM_MOMENTS
 /* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
@@ -193,7 +206,7 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     const Row row = row_constants<FAST>(a, stats, sums);
 #if HAS_NEAR_ELEMENT
     if (is_close)
-        return find_close_term<WRITES, LAST>(found, slice, pipeline, group, stats, row, grad_out);
+        return find_close_term<WRITES, LAST>(found, slice, pipeline, group, stats, sums, row, grad_out);
 #endif
     if (WRITES)
         differentiate_label(a, pipeline, group, [&](float q, float p) {
@@ -228,18 +241,10 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
         if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int i) {
-        if (!SURE) {
-            found.heavy += element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row).term;
-            return;
-        }
-        /* Of each exponent what is rounded is its own: no correction of all would take it off. */
-        DX input;
-        DY target;
-        const Element e = differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int) {
+        const Element e = element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row);
         found.heavy += e.term;
-        found.see(e, grad_out);
-        write_element(slice, input, target, i);
+        found.see(e, grad_out); /* for of each exponent what is rounded is its own: no share of a mass */
     }, [&](int first) {
         if (RESIDENT || !WRITES)
             return;
@@ -263,6 +268,12 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     const float norm = in_range_ratio_or_zero(1, mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature));
     found.light *= norm;
     found.heavy *= norm;
+    if constexpr (SURE) {
+        const Row of_heavy = heavy_row(a, opaque(stats), row);
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out, [&](float q, float p) {
+            return Gradients(element<STABLE>(a, q, p, of_heavy), grad_out);
+        });
+    }
 }
 #endif
 
@@ -277,7 +288,6 @@ INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     if (WRITES && is_sure) {
         RowTerms<true> found;
         find_near_term<WRITES, false>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
-        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out);
         return found;
     }
 #endif

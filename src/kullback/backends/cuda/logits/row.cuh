@@ -64,7 +64,6 @@ INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, R
     if (is_sure && !HAS_NEAR && !HAS_NEAR_ELEMENT) {
         RowTerms<true> found;
         write_gradients_by_series<false>(found, slice, pipeline, group, series, stats, sums, grad_out);
-        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out);
         return found;
     }
 #endif

@@ -105,7 +105,7 @@ template <int COUNT> INLINE float polynomial(const float (&factors)[COUNT], floa
 
 /* As `write_gradients` */
 template <bool LAST, bool SURE>
-INLINE void write_gradients_by_series(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, const RowGroup &group,
+INLINE void write_gradients_by_series(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
                                       const Series &series, const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
@@ -148,6 +148,13 @@ INLINE void write_gradients_by_series(RowTerms<SURE> &found, const Slice &slice,
         found.see(e, grad_out);
     }, [&] { return row_constants<STABLE>(a, opaque(stats), sums); });
     found.light *= series.rest;
+    if constexpr (SURE)
+        correct_gradients(slice, pipeline, group, stats, sums, found, grad_out, [&](float q, float p) {
+            const float r = series.of(q, p), root = series.root(q, p);
+            if (series.is_near(r))
+                return Gradients(root * polynomial(input_factor, r), root * polynomial(target_factor, r));
+            return Gradients(element<STABLE>(a, q, p, row_constants<STABLE>(a, opaque(stats), sums)), grad_out);
+        });
 }
 #endif
 

@@ -23,8 +23,15 @@ template <bool SURE> struct RowTerms : TermSums {
         if (SURE && WANT_TARGET)
             target += more_target;
     }
-    /* An element's gradients, as they are upstream of softcaps */
     INLINE void see(const Element &e, GradOut grad_out) { see(e.input * grad_out.input, e.target * grad_out.target); }
+};
+
+/* An element's, as they are upstream of softcaps */
+struct Gradients {
+    float input, target;
+
+    INLINE Gradients(float input, float target) : input(input), target(target) {}
+    INLINE Gradients(const Element &e, GradOut grad_out) : input(e.input * grad_out.input), target(e.target * grad_out.target) {}
 };
 
 #if HAS_SURE_ROWS
@@ -43,9 +50,11 @@ INLINE float light_mass(const Slice &slice, Pipeline &pipeline, RowGroup &group,
 }
 
 /* Gradients of logits sum to 0, but for labels. What these sum to beside that is a share of each mass, since what all are off by is
-   that of the normalisers; tokens of much mass, whose gradients may be as small, get it off. The row is not read again. */
+   that of the normalisers; tokens of much mass, whose gradients may be as small, get it off. own(q, p): such a token's gradients as they
+   were summed. The row is not read again. */
+template <typename F>
 INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
-                              const RowTerms<true> &terms, GradOut grad_out)
+                              const RowTerms<true> &terms, GradOut grad_out, F own)
 {
     const Arguments &a = slice.a;
     const SlopeSums found = all_reduced(a, pipeline, group, SlopeSums { terms.target, terms.input });
@@ -53,27 +62,27 @@ INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &
     const Row row = row_constants<FAST>(a, opaque(stats), {});
     const float heavy_x = heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER);
     const float heavy_y = heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
-    const auto correct_input = [&](DX &gradient, float q) {
+    const auto input_of_own = [&](float gradient, float q) {
         const float mass = fast_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-        const float cap = INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1;
-        gradient = rounded<DX>(fmaf(-mass * cap, of_input, to_real(gradient)));
+        return rounded<DX>(fmaf(-mass, of_input, gradient) * (INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1));
     };
-    const auto correct_target = [&](DY &gradient, float p) {
+    const auto target_of_own = [&](float gradient, float p) {
         const float mass = fast_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
-        const float cap = TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1;
-        gradient = rounded<DY>(fmaf(-mass * cap, of_target, to_real(gradient)));
+        return rounded<DY>(fmaf(-mass, of_target, gradient) * (TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1));
     };
 #if IS_MIXED
-    if (WANT_INPUT && group.has_label) /* its gradient is written after all others */
-        correct_input(own_label().input, input_of(a, label_of(pipeline).x));
+    if (WANT_INPUT && group.has_label) { /* its gradient is written after all others */
+        const Label label = label_of(pipeline);
+        const float q = input_of(a, label.x);
+        own_label().input = input_of_own(own(q, target_of(a, label.y)).input - grad_out.label, q);
+    }
 #endif
     each_such<true>(slice, pipeline, group, [&](float x, float y) {
         return (WANT_INPUT && input_of(a, x) >= heavy_x) || (WANT_TARGET && target_of(a, y) >= heavy_y);
     }, [&](float x, float y, int i) {
-        if (WANT_INPUT)
-            correct_input(slice.d_input()[i], input_of(a, x));
-        if (WANT_TARGET)
-            correct_target(slice.d_target()[i], target_of(a, y));
+        const float q = input_of(a, x), p = target_of(a, y);
+        const Gradients gradients = own(q, p);
+        write_element(slice, input_of_own(gradients.input, q), target_of_own(gradients.target, p), i);
     });
 }
 #endif
