@@ -13,6 +13,8 @@ TOKEN = 4007
 
 # Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token the
 # gradient is what is left of 1/2 - 1/2.
+# Of sums of less than 1e-5 the stable formula serves some kinds; on a GPU its powers are coarser.
+LEAST, SMALL = 1e-5, 3e-2
 # skew_kl of 128256 tokens has what is left of the difference of log-sum-exps in floats.
 LOSSES = {"skew_kl": 5 * LOSS}
 GRADIENT = {"chi2": 2e-2, "total_variation": 2e-2}
@@ -79,7 +81,8 @@ def test_losses_and_gradients(rows, kind):
             alone = kullback.divergence(x[row : row + 1], y[row : row + 1], kind, reduction="sum", **parameters)
             assert relative_error(alone, truth[row]) < LOSSES.get(kind, LOSS), name
             for ours, theirs in zip(found, expected, strict=False):
-                assert relative_error(ours[row], theirs[row]) < GRADIENT.get(kind, BF16_CACHED), name
+                bound = GRADIENT.get(kind, BF16_CACHED if truth[row] > LEAST else SMALL)
+                assert relative_error(ours[row], theirs[row]) < bound, name
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "alpha"])
@@ -111,7 +114,8 @@ def test_labels(rows, kind, weights):
     lse, counts = a.logsumexp(-1), labels != -100
     own = a.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     mixed = weights.get("label_weight", 0.0) * (lse - own) + weights["z_weight"] * lse**2
-    truth = oracle.divergence(a, rows.y.double(), kind, **parameters) + torch.where(counts, mixed, 0.0)
+    divergence = oracle.divergence(a, rows.y.double(), kind, **parameters)
+    truth = divergence + torch.where(counts, mixed, 0.0)
     (expected,) = torch.autograd.grad(truth.sum(), a)
     x = rows.x.clone().requires_grad_()
     weights = {"label_weight": 0.0} | weights
@@ -119,4 +123,16 @@ def test_labels(rows, kind, weights):
     assert relative_error(loss, truth.sum()) < LOSS
     (found,) = torch.autograd.grad(loss, x)
     for row, name in enumerate(rows.names):
-        assert relative_error(found[row], expected[row]) < BF16_CACHED, name
+        bound = BF16_CACHED if divergence[row] > LEAST else SMALL
+        assert relative_error(found[row], expected[row]) < bound, name
+
+
+@pytest.mark.parametrize("kind", ["kl", "renyi"])
+def test_over_the_logits(rows, kind):
+    """A gradient that is found again is not to be found of itself."""
+    parameters, written = kinds.parameters(kind), []
+    for inplace in (False, True):
+        x = rows.x.clone().requires_grad_()
+        loss = kullback.divergence(x * 1, rows.y, kind, reduction="sum", inplace=inplace, **parameters)
+        written += torch.autograd.grad(loss, x)
+    assert torch.equal(*written)

@@ -166,7 +166,7 @@ INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup
     }
 }
 
-/* Calls f(x, y, index in the row) for this thread's elements with is_such(x, y), of which there are few. */
+/* Calls f(x, y, index in the row) for this thread's elements with is_such(x, y), of which there are few, of a row of whole vectors. */
 template <bool LAST, typename C, typename F>
 INLINE void each_such(const Slice &slice, Pipeline &pipeline, const RowGroup &group, C is_such, F f)
 {
@@ -176,11 +176,7 @@ INLINE void each_such(const Slice &slice, Pipeline &pipeline, const RowGroup &gr
         for (int k = 0; k < WIDTH; k++)
             is_any |= is_such(at(x, k), at(y, k));
         return !is_any;
-    }, is_such, [&](float x, float y, int, int i) { f(x, y, i); }, [](int) {}, [&](int i, int) {
-        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
-        if (is_such(x, y))
-            f(x, y, i);
-    }, [] { return 0; });
+    }, is_such, [&](float x, float y, int, int i) { f(x, y, i); }, [](int) {}, [](int, int) {}, [] { return 0; });
 }
 
 }

@@ -253,20 +253,22 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.is_sure = is_sure;
     };
     const auto are_few = [&] { return are_few_apart(slice, pipeline, group, stats); };
+    /* Elements of no vector are not on chip: where gradients are written over logits, none would be left to find one again. */
+    const auto may_be_sure = [&] { return warp_all(slice.body == (int)a.vocab); };
     if (is_well_conditioned(found.sums, least))
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
     else if (REFINES_HEAVY && !are_few() && seems_near())
-        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM));
+        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
         near(true);
 #endif
     else if (is_foreseen())
         found.mode = STABLE;
     else if (seems_near())
-        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM));
+        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
 #if HAS_SURE_ROWS
-    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
+    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && may_be_sure()
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
         const bool is_close = are_few();
 #if HAS_NEAR_ELEMENT
@@ -311,7 +313,7 @@ INLINE float spread_mass(const RowStats &stats)
 INLINE float least_near_sum(const RowStats &stats) { return fmaxf(MIN_NEAR_SUM * spread_mass(stats), LEAST_CORNER_SUM); }
 INLINE float least_far_sum(const RowStats &stats)
 {
-    return HAS_CORNER ? fmaxf(0.004f * spread_mass(stats), LEAST_CORNER_SUM) : MIN_FAST_SUM;
+    return HAS_CORNER && IS_COARSE ? fmaxf(0.004f * spread_mass(stats), LEAST_CORNER_SUM) : MIN_FAST_SUM;
 }
 
 /* With a corner: whether the exponents' difference of log-sum-exps is that of two logits but for what those round, so that of a token of
