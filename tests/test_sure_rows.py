@@ -13,8 +13,8 @@ TOKEN = 4007
 
 # Of sums of 1e-6 chi2's gradients are a hundredth off by the stable formula, too. Of total_variation's sure token the
 # gradient is what is left of 1/2 - 1/2.
-# Of sums of less than 1e-5 the stable formula serves some kinds; on a GPU its powers are coarser.
-LEAST, SMALL = 1e-5, 3e-2
+# Rows that moments foresee are not corrected by powers: where log-ratios of light tokens cancel, 3 % may be wrong.
+POWERS, LEAST, SMALL = ("alpha", "renyi", "hellinger"), 1e-3, 3e-2
 # skew_kl of 128256 tokens has what is left of the difference of log-sum-exps in floats.
 LOSSES = {"skew_kl": 5 * LOSS}
 GRADIENT = {"chi2": 2e-2, "total_variation": 2e-2}
@@ -81,7 +81,7 @@ def test_losses_and_gradients(rows, kind):
             alone = kullback.divergence(x[row : row + 1], y[row : row + 1], kind, reduction="sum", **parameters)
             assert relative_error(alone, truth[row]) < LOSSES.get(kind, LOSS), name
             for ours, theirs in zip(found, expected, strict=False):
-                bound = GRADIENT.get(kind, BF16_CACHED if truth[row] > LEAST else SMALL)
+                bound = SMALL if kind in POWERS and truth[row] < LEAST else GRADIENT.get(kind, BF16_CACHED)
                 assert relative_error(ours[row], theirs[row]) < bound, name
 
 
@@ -123,7 +123,7 @@ def test_labels(rows, kind, weights):
     assert relative_error(loss, truth.sum()) < LOSS
     (found,) = torch.autograd.grad(loss, x)
     for row, name in enumerate(rows.names):
-        bound = BF16_CACHED if divergence[row] > LEAST else SMALL
+        bound = SMALL if kind in POWERS and divergence[row] < LEAST else BF16_CACHED
         assert relative_error(found[row], expected[row]) < bound, name
 
 
