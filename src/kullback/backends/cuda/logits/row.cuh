@@ -61,7 +61,7 @@ INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, R
 #if HAS_SERIES
     const Series series(slice.a, opaque(stats));
 #if HAS_SURE_ROWS
-    if (is_sure && !HAS_NEAR && !HAS_NEAR_ELEMENT) {
+    if (is_sure && !HAS_NEAR && !HAS_NEAR_ELEMENT) { /* few of its tokens are apart, of all warps' */
         RowTerms<true> found;
         write_gradients_by_series<false>(found, slice, pipeline, group, series, stats, sums, grad_out);
         return found;

@@ -1,6 +1,6 @@
-/* Rows that one sure token has, but for a little: what they have to lose is as small as that, whatever becomes of the other tokens,
-   and so is the sure token's gradient. It is as large as all others' together, and what masses are off by is as large as its mass.
-   But gradients sum to 0: what they sum to instead is taken off it. */
+/* Rows of which one token has nearly all mass, a sure one. Its gradient is as small as the mass of the others, and its own mass is
+   rounded by about as much. But the gradients of a row's logits sum to 0. What they are found to sum to is the error of the
+   normalisers, of which each token has a share as large as its mass: it is subtracted. */
 #pragma once
 
 #include "cuda/logits/gradients.cuh"
@@ -49,9 +49,8 @@ INLINE float light_mass(const Slice &slice, Pipeline &pipeline, RowGroup &group,
         - all_reduced(a, pipeline, group, SlopeSums { heavy_mass }).p;
 }
 
-/* Gradients of logits sum to 0, but for labels. What these sum to beside that is a share of each mass, since what all are off by is
-   that of the normalisers; tokens of much mass, whose gradients may be as small, get it off. own(q, p): such a token's gradients as they
-   were summed. The row is not read again. */
+/* Writes the gradients of tokens of much mass again, less their shares of what the row's gradients sum to (with labels: beyond what
+   they are to sum to). own(q, p): such a token's gradients as they were summed. The row is not read again. */
 template <typename F>
 INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums,
                               const RowTerms<true> &terms, GradOut grad_out, F own)
