@@ -362,8 +362,8 @@ def test_the_stand_in_for_terms_declares_what_is_printed():
 
 # What is printed as an operator, and what lowering.py leaves to no kernel, or to those of logits
 INFIX = {"add", "sub", "mul", "div", "neg", "lt", "where"}
-LOWERED = {"geometric_mean", "log_geometric_mean", "log_fraction", "mass_difference"}
-OF_LOGITS = {"mixture", "logit_mass", "logit_difference"}
+LOWERED = {"geometric_mean", "log_geometric_mean", "log_fraction", "mass_difference", "logit_difference"}
+OF_LOGITS = {"mixture", "logit_mass"}
 
 
 @pytest.mark.parametrize("prefix", ["safe_", "in_range_", "fast_", "stable_"])
