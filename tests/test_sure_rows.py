@@ -97,9 +97,8 @@ def test_forward_alone_and_softcapped(rows, kind):
     (found,) = torch.autograd.grad(kullback.divergence(x, rows.y, kind, reduction="sum", **parameters), x)
     for row, name in enumerate(rows.names):
         alone = kullback.divergence(rows.x[row : row + 1], rows.y[row : row + 1], kind, reduction="sum", **parameters)
-        assert relative_error(alone, truth[row]) < 3 * LOSS, (
-            name
-        )  # capped logits are rounded before their difference is found
+        # Capped logits are rounded before their difference is found.
+        assert relative_error(alone, truth[row]) < 3 * LOSS, name
         assert relative_error(found[row], expected[row]) < BF16_CACHED, name
 
 

@@ -119,6 +119,10 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     return fmaxf(found, LEAST_MEAN_SLOPE);
 }
 
+/* A sum of terms less what its masses are off by, to first order: a half of Σ q - p from each side. d_log_p + d_log_q is the term:
+   Euler's. */
+INLINE float without_excess(float term, float d_log_q, float excess) { return term + 0.5f * excess * (term - 2 * d_log_q); }
+
 /* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. REFINES: the sum of
    terms is found apart, with the stable formula for heavy tokens. */
 template <bool FINITE, bool REFINES>
@@ -226,7 +230,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     sums.term = sums.d_log_p + sums.d_log_q; /* Euler's */
     if (HAS_CORNER) {
         const float whole = 0.5f * common.factor_q * size;
-        sums.term = whole + 0.5f * excess * (whole - 2 * sums.d_log_q); /* a half of the excess from each side */
+        sums.term = without_excess(whole, sums.d_log_q, excess);
         sums.d_log_p = sums.term - sums.d_log_q;
     } else if (REFINES) {
         const float p_sum = mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature);

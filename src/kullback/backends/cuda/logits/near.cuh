@@ -157,7 +157,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     Sums whole;
     whole.d_log_q = values[1] == 0 ? 0 : fmaf(scale.factor, values[0], scale.offset);
     whole.q_minus_p = values[2];
-    whole.term = values[1] + (HAS_CORNER ? 0.5f * values[2] * (values[1] - 2 * whole.d_log_q) : 0);
+    whole.term = HAS_CORNER ? without_excess(values[1], whole.d_log_q, values[2]) : values[1];
     whole.d_log_p = whole.term - whole.d_log_q; /* Euler's */
     return whole;
 }

@@ -259,9 +259,7 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;
-        const Element e = differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target);
-        found.heavy += e.term;
-        found.see(e, grad_out);
+        found.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target).term;
         if (WRITES)
             write_element(slice, input, target, i);
     }, [&] { return heavy_row(a, stats, row); });

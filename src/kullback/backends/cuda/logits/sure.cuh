@@ -43,7 +43,7 @@ INLINE float light_mass(const Slice &slice, Pipeline &pipeline, RowGroup &group,
     const float heavy = heavy_logit(log2_z_y, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
     float heavy_mass = 0;
     each_such<false>(slice, pipeline, group, [&](float, float y) { return target_of(a, y) >= heavy; }, [&](float, float y, int) {
-        heavy_mass += ex2(fmaf(target_of(a, y), base_2(a.target_inv_temperature), -log2_z_y));
+        heavy_mass += fast_logit_mass(target_of(a, y), log2_z_y, a.target_inv_temperature, 1);
     });
     return mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature)
         - all_reduced(a, pipeline, group, SlopeSums { heavy_mass }).p;
