@@ -326,9 +326,12 @@ def _log_mix(ratio: Tensor, a: Value, b: Value) -> Tensor:
     return torch.where(close, torch.log1p(torch.where(close, less, 0.0)), torch.log(far))
 
 
-def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    result = torch.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
+def _polynomial(x: Tensor, coefficients: Sequence[float], largest: float) -> Tensor:
+    """Of |x| up to `largest`. Powers that are nothing beside a rounding are left out."""
+    least = abs(coefficients[0]) * torch.finfo(x.dtype).eps / 8
+    *others, last = (c for power, c in enumerate(coefficients) if abs(c) * largest**power > least)
+    result = torch.full_like(x, last)
+    for coefficient in reversed(others):
         result = torch.add(torch.mul(result, x), coefficient)
     return result
 
@@ -340,7 +343,7 @@ def _exp_remainder(d: Tensor) -> Tensor:
     small = torch.abs(d) < 0.5
     near = torch.where(small, d, 0.0)
     far = torch.where(small, 1.0, d)
-    return torch.where(small, near * near * _polynomial(near, _EXP_REMAINDER), far + torch.expm1(-far))
+    return torch.where(small, near * near * _polynomial(near, _EXP_REMAINDER, 0.5), far + torch.expm1(-far))
 
 
 _ATANH = [2.0 / k for k in range(3, 33, 2)]
@@ -356,7 +359,7 @@ def _bennett(z: Tensor) -> Tensor:
 def _small_bennett(z: Tensor) -> Tensor:
     near = torch.where(torch.abs(z) < 0.375, z, 0.0)
     s = near / (2.0 + near)
-    tail = s * s * s * _polynomial(s * s, _ATANH)  # log1p(z) - 2s, with s = z / (2 + z)
+    tail = s * s * s * _polynomial(s * s, _ATANH, 0.0533)  # log1p(z) - 2s, with s = z / (2 + z)
     return (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
 
 

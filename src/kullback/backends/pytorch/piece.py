@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.programs import OPERATIONS, Way, program, traits
+from kullback.backends.pytorch.programs import OPERATIONS, Way, adds_partials, program, pulled_back, traits
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
@@ -17,7 +17,10 @@ from kullback.problem import Problem, Side, accumulator, has_corner
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
-OF_ELEMENTS = (*MASSES.values(), "ratio", "q_minus_p")  # what depends on the normalisers alone
+PARTIALS = {"input": "d_log_q", "target": "d_log_p"}
+# What depends on normalisers alone, and what does on a tilted log-sum-exp as well
+OF_NORMALISERS = (*MASSES.values(), "log_q", "log_p", "ratio", "q_minus_p", "log_tilted")
+OF_ROWS = (*OF_NORMALISERS, *PARTIALS.values())
 
 
 class Elements(dict[str, Value]):
@@ -30,12 +33,18 @@ class Elements(dict[str, Value]):
         known: RowStats | RowState | None = None,
     ) -> None:
         super().__init__(x=values["input"], y=values["target"], **problem.parameters)
-        self.known, self.dtype = known, compute_dtype(*values.values())
+        self.problem, self.known, self.dtype = problem, known, compute_dtype(*values.values())
         double = self.dtype == torch.float64
         self.scales = {n: inverse_temperature(side, double) for n, side in zip(SIDES, problem.sides, strict=True)}
 
     def __missing__(self, name: str) -> Value:
-        finders = {"ratio": self._ratio, "q_minus_p": self._q_minus_p}
+        finders: dict[str, Callable[[], Value]] = {
+            "log_q": functools.partial(self._log_mass, "x", "input"),
+            "log_p": functools.partial(self._log_mass, "y", "target"),
+            "ratio": self._ratio,
+            "q_minus_p": self._q_minus_p,
+            "log_tilted": self._log_tilted,
+        }
         found = self[name] = finders[name]() if name in finders else self._of_rows(name)
         return found
 
@@ -59,6 +68,13 @@ class Elements(dict[str, Value]):
             return reference.unsqueeze(-1)
         assert field == "log_sum_exp"
         return self.column(torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale))
+
+    def _log_mass(self, element: str, side: str) -> Tensor:
+        found: Tensor = self[element] - self[f"{side}_max"]
+        if self.scales[side] != 1:
+            found *= self.scales[side]
+        found -= self[f"{side}_log_sum_exp"]
+        return found
 
     def _ratio(self) -> Tensor:
         """log(p/q), finite where both logits are -inf. Where they are close their difference is exact."""
@@ -102,6 +118,12 @@ class Elements(dict[str, Value]):
             less = torch.mul(ratio, -0.5).tanh_()
         return less.mul_(self["p"] + self["q"])
 
+    def _log_tilted(self) -> Tensor:
+        problem = self.problem
+        asked = program(problem.kind, problem.input.form, problem.target.form, Way.EXACT, ("log_tilted",))
+        found: Tensor = asked.run(self, OPERATIONS[Way.EXACT])["log_tilted"]
+        return found
+
 
 class Piece:
     """Some elements of some rows, as they count, and what is known of their rows."""
@@ -112,9 +134,7 @@ class Piece:
         dtype = compute_dtype(x, y)
         self.values = {}
         for name, values, side in zip(SIDES, (x, y), problem.sides, strict=True):
-            # Logits are widened by what reads them first.
-            is_read_once = side.form == "logits" and not side.softcap and dtype == torch.float32
-            self.values[name] = values if is_read_once else capped(values.to(dtype), side.softcap)
+            self.values[name] = capped(values.to(dtype), side.softcap)
         self.elements = Elements(problem, self.values)
         self.way = self._way()
 
@@ -125,9 +145,7 @@ class Piece:
             return Way.EXACT
         is_on_cpu = x.device.type == "cpu"
         if self.problem.is_normalised:
-            if is_on_cpu:
-                return Way.FAST
-            return Way.PARTIALS if traits(self.problem.kind).adds_partials else Way.EXACT
+            return Way.FAST if is_on_cpu else Way.PARTIALS
         lower, _ = FORMS[self.problem.target.form].in_range or (-math.inf, 0)
         return Way.IN_RANGE if is_on_cpu and y.amin().item() > lower else Way.EXACT
 
@@ -143,9 +161,9 @@ class Piece:
     def normalise(self, known: RowStats | RowState) -> None:
         """Say what is known of the rows. What was found with the same normalisers stays."""
         former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
+        are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in names]
+        kept = OF_ROWS if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
         self.elements = Elements(self.problem, self.values, known)
-        is_same = former.known is not None and all(getattr(former.known, n) is getattr(known, n) for n in names)
-        kept = OF_ELEMENTS if is_same else MASSES.values()
         self.elements |= {name: former[name] for name in kept if name in former}
         for name, side, lse in zip(SIDES, self.problem.sides, (known.input_lse, known.target_lse), strict=True):
             if side.form == "logits" and MASSES[name] not in self.elements:
@@ -163,7 +181,7 @@ class Piece:
             stats = self._centred(stats)
         if problem.formula.has_tilted_lse and problem.is_normalised:
             self.normalise(stats)
-            log_tilted = self.run(["log_tilted"], Way.EXACT)["log_tilted"]
+            log_tilted: Tensor = self.elements["log_tilted"]
             stats = stats._replace(tilted_lse=far_tilted_lse(log_sum_exp(log_tilted).to(nothing.dtype)))
         if not with_moments:
             return stats
@@ -186,7 +204,7 @@ class Piece:
             is_right &= (sums.term >= traits(self.problem.kind).least_fast_sum) | (stats.tilted_lse != 0)
             rest = torch.nonzero(~is_right).squeeze(1)
             if len(rest) == len(is_right):
-                self.way = Way.EXACT
+                self._take_exact()
                 if self.is_whole:
                     stats = self._centred(stats)
                     self.normalise(stats)
@@ -197,7 +215,7 @@ class Piece:
                 sums = RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
                 return stats, sums
         elif way is Way.IN_RANGE and not math.isfinite(sums.term.sum().item()):
-            self.way = Way.EXACT
+            self._take_exact()
         return stats, sums if self.way is way else self._sums(self.way)
 
     def write(
@@ -212,7 +230,7 @@ class Piece:
         if self.way is Way.FAST and state is not None:
             rest = torch.nonzero(state.mode != Mode.FAST).squeeze(1)
             if len(rest) == len(state.mode):
-                self.way = Way.EXACT
+                self._take_exact()
             elif len(rest):
                 found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
                 upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
@@ -236,10 +254,10 @@ class Piece:
         if self.problem.has_logits and state is not None:
             self.normalise(state)
         names = [name for name, out in zip(SIDES, outputs, strict=True) if out is not None]
-        results = self.run(names, self.way)
+        results = self._pulled_back(names)
         if self.way is Way.IN_RANGE and not all(math.isfinite(result.sum().item()) for result in results.values()):
-            self.way = Way.EXACT
-            results = self.run(names, self.way)
+            self._take_exact()
+            results = self._pulled_back(names)
         column = self.elements.column(grad_out) if isinstance(grad_out, Tensor) else grad_out
         for name, side, out in zip(SIDES, self.problem.sides, outputs, strict=True):
             if out is not None:
@@ -251,6 +269,20 @@ class Piece:
                 if skips and isinstance(column, Tensor) and self.way in (Way.EXACT, Way.PARTIALS):
                     result = torch.where(column == 0, 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
+
+    def _pulled_back(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Sides' gradients, from partial derivatives that sums may have left."""
+        missing = [PARTIALS[name] for name in names if PARTIALS[name] not in self.elements]
+        self.elements |= self.run(missing, self.way)
+        forms = {name: side.form for name, side in zip(SIDES, self.problem.sides, strict=True)}
+        asked = pulled_back(tuple((name, forms[name]) for name in names), self.way)
+        return asked.run(self.elements, OPERATIONS[self.way])
+
+    def _take_exact(self) -> None:
+        """From here on; what was found otherwise is not kept."""
+        self.way = Way.EXACT
+        for name in PARTIALS.values():
+            self.elements.pop(name, None)
 
     def run(self, outputs: Sequence[str], way: Way) -> dict[str, Tensor]:
         problem = self.problem
@@ -284,17 +316,18 @@ class Piece:
 
     def _sums(self, way: Way) -> RowSums:
         problem = self.problem
-        adds_partials = way in (Way.FAST, Way.PARTIALS) and traits(problem.kind).adds_partials
+        is_of_partials = adds_partials(problem.kind, way)
         names = ["d_log_p", "d_log_q"] if problem.has_logits else []
         # Kept until the next piece is there: glibc gives memory freed all at once back to the system, and the next
         # piece's temporaries would be faulted in again (measured: up to 2.5 x the time).
-        self.results = results = self.run(names if adds_partials else ["term", *names], way)
+        self.results = results = self.run(names if is_of_partials else ["term", *names], way)
+        self.elements |= {name: results[name] for name in names}
         totals = {id(result): result for result in results.values()}
         totals = {key: result.sum(-1) for key, result in totals.items()}
         if not self.is_whole:  # else widened with all rows'
             totals = {key: total.to(accumulator(total)) for key, total in totals.items()}
         found = {name: totals[id(result)] for name, result in results.items()}
-        if adds_partials:
+        if is_of_partials:
             found["term"] = found["d_log_p"] + found["d_log_q"]
         if problem.is_normalised and problem.formula.has_tilted_lse and self.elements.known is not None:
             # Against an infinite log-sum-exp an infinite mass would be NaN.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,15 +13,16 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import rewriter
+from kullback.forms import FORMS, softmax_of
 from kullback.formula import TENSOR, Program, Symbol, Value, node, variable
-from kullback.problem import formula
+from kullback.problem import formula, has_corner
 
 
 class Way(enum.Enum):
     """How the elements of a row are evaluated."""
 
     EXACT = enum.auto()  # as the formula is written: near p = q and at 0 too
-    PARTIALS = enum.auto()  # the same, but for terms: a row's sum of them is that of its partial derivatives, by Euler
+    PARTIALS = enum.auto()  # the same of normalised rows; the sum of terms is that of partial derivatives, by Euler
     FAST = enum.auto()  # nothing for p = q, 0 or infinity: sums tell where that was wrong
     IN_RANGE = enum.auto()  # literal rows without 0 or infinity: no guards
 
@@ -46,8 +48,15 @@ def _log_mix(ratio: Tensor, a: float, b: float) -> Tensor:
 
 
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
-    """0 where the mass is, unless x is finite and so is the product: one pass over it, and none for a mask of x."""
     return torch.mul(mass, x).masked_fill_(torch.eq(mass, 0), 0.0)
+
+
+def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
+    return torch.div(x, y).masked_fill_(torch.eq(x, 0), 0.0)
+
+
+def _fraction(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.div(part, whole).masked_fill_(torch.eq(whole, 0), 0.0)
 
 
 def _add_product(a: Value, b: Value, c: Value, sign: int = 1) -> Value:
@@ -64,10 +73,20 @@ def _add_product(a: Value, b: Value, c: Value, sign: int = 1) -> Value:
 GUARDED: Mapping[str, Callable[..., Any]] = {
     **TENSOR,
     "abs": torch.abs,
+    "clamp": torch.clamp,
+    "sqrt": torch.sqrt,
+    "fraction": _fraction,
     "log_geometric_mean": _log_geometric_mean,
     "log_mix": _log_mix,
     "add_product": _add_product,
     "sub_product": functools.partial(_add_product, sign=-1),
+}
+
+# A row that holds NaN has no other masses: none is hidden by one of 0.
+NORMALISED: Mapping[str, Callable[..., Any]] = {
+    **GUARDED,
+    "mass_times": _mass_times,
+    "ratio_or_zero": _ratio_or_zero,
 }
 
 # Where no mass is 0 or negative and none infinite the guards have nothing to guard. Where one is, these give NaN
@@ -78,20 +97,27 @@ UNGUARDED: Mapping[str, Callable[..., Any]] = {
     "ratio_or_zero": operator.truediv,
     "in_range_geometric_mean": _geometric_mean,
     "fraction": operator.truediv,
-    "sqrt": torch.sqrt,
     "log_quotient": lambda p, q: torch.div(p, q).log_(),
     "log_difference": operator.sub,
 }
 
-OPERATIONS = {Way.EXACT: GUARDED, Way.PARTIALS: GUARDED, Way.FAST: UNGUARDED, Way.IN_RANGE: UNGUARDED}
+OPERATIONS = {Way.EXACT: GUARDED, Way.PARTIALS: NORMALISED, Way.FAST: UNGUARDED, Way.IN_RANGE: UNGUARDED}
+
+
+LOG_MASSES = {
+    FORMS["logits"].log_mass(variable(element), softmax_of(side)): variable(name)
+    for element, side, name in (("x", "input", "log_q"), ("y", "target", "log_p"))
+}
 
 
 def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
-    """Masses of logits, their log-ratio and their difference are variables; a sum with a product is one operation."""
+    """Logits' masses, their logarithms, ratio and difference are variables; a sum with a product is one operation."""
     is_unguarded = OPERATIONS[way] is UNGUARDED
 
     def rule(op: str, args: tuple[Value, ...]) -> Value:
         match op, args:
+            case "sub", _ if node(op, *args) in LOG_MASSES:
+                return LOG_MASSES[node(op, *args)]
             case "logit_mass", (logit, *_):
                 return variable("q" if logit is variable("x") else "p")
             case "logit_difference", _:
@@ -103,8 +129,16 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
                 return node(op, *args) if a.op == "mul" else node(f"{op}_product", a, b, c)
             case "select_near", (_, _, _, far) if way is Way.FAST:
                 return far
-            case "where", (Symbol(op="lt", args=(x, 1e38)), finite, 1e38) if is_unguarded and x is finite:
-                return finite
+            case "select_near", (_, _, Symbol(op="ratio_or_zero") as near, _) if way is Way.PARTIALS:
+                return near  # which holds everywhere
+            case "where", (Symbol(op="lt", args=(x, bound)), other, most) if x is other and bound == most:
+                return x if is_unguarded and bound == 1e38 else node("clamp", x, -math.inf, most)
+            case "where", (Symbol(op="lt", args=(x, 0.0)), 0.0, other) if x is other:
+                return node("clamp", x, 0.0, math.inf)
+            case "where", (Symbol(op="lt", args=(x, 0.0)), 0.0, Symbol(op="clamp", args=(of, _, most))) if x is of:
+                return node("clamp", x, 0.0, most)
+            case "log_fraction", (_, _, value):
+                return value
             case "select_normal", (_, normal, _) if is_unguarded:
                 return normal
             case "geometric_mean", (p, q, _, _, ratio, a) if is_unguarded:
@@ -116,10 +150,33 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
 
 @functools.cache
 def program(kind: str, form: str, target_form: str, way: Way, outputs: tuple[str, ...]) -> Program:
-    """What computes these outputs of an element, and nothing else."""
+    """What computes these outputs of an element, and nothing else. `log_tilted`, if not asked for, is a variable."""
     rewrite = rewriter(_rule(way))
     element = formula(kind, form, target_form).element
-    return Program({name: rewrite(element[name]) for name in outputs})
+    tilted = rewrite(element["log_tilted"])
+
+    def rule(op: str, args: tuple[Value, ...]) -> Value:
+        found = node(op, *args)
+        return variable("log_tilted") if found is tilted and "log_tilted" not in outputs else found
+
+    reuse = rewriter(rule)
+    return Program({name: reuse(rewrite(element[name])) for name in outputs})
+
+
+@functools.cache
+def pulled_back(sides: tuple[tuple[str, str], ...], way: Way) -> Program:
+    """Gradients of these sides, each with its form, from partial derivatives."""
+    gradients = {}
+    for side, form in sides:
+        element, mass, partial = ("x", "q", "d_log_q") if side == "input" else ("y", "p", "d_log_p")
+        gradients[side] = FORMS[form].pull_back(variable(element), variable(mass), variable(partial), softmax_of(side))
+    rewrite = rewriter(_rule(way))
+    return Program({side: rewrite(gradient) for side, gradient in gradients.items()})
+
+
+def adds_partials(kind: str, way: Way) -> bool:
+    """Whether a row's sum of terms is found as that of partial derivatives. Where there is a corner they cancel."""
+    return not has_corner(kind) if way is Way.PARTIALS else way is Way.FAST and traits(kind).adds_partials
 
 
 class Traits(NamedTuple):
