@@ -196,14 +196,27 @@ class Case(NamedTuple):
         return logits.source(variant, shape)
 
 
-def registers(source, arch):
+def built(source, arch):
+    """The code, and how many registers it uses."""
     log = io.StringIO()
-    compiled(source, arch, ("-v", "-warn-spills", "-Werror"), log)
-    return max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
+    code = compiled(source, arch, ("-v", "-warn-spills", "-Werror"), log)
+    return code, max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
+
+
+def registers(source, arch):
+    return built(source, arch)[1]
 
 
 def registers_of(case):
     return registers(case.source(), case.arch)
+
+
+ENDCOLLECTIVE = (0x791B).to_bytes(8, "little")  # of sm_90, with its operands
+
+
+def collectives(code):
+    """How many shuffles and votes a warp meets for, where the compiler cannot tell that its threads are together."""
+    return sum(code[i : i + 8] == ENDCOLLECTIVE for i in range(0, len(code), 16))
 
 
 def literal_cases():
@@ -276,7 +289,9 @@ QUICK = asked_for(itertools.chain(literal_cases(), logits_cases()))
 
 
 def check(case):
-    used = registers_of(case)
+    code, used = built(case.source(), case.arch)
+    if case.has_logits and case.arch == "sm_90a" and case.mode in ON_CHIP:
+        assert collectives(code) <= (16 if LOGITS[case.mode].peers else 0)  # where ranks wait for others
     # What was never measured, or by another compiler, may use what its launch bounds leave.
     most = 168 if case.has_logits else 65536 // plan.THREADS // case.literal_shape().min_blocks
     compiler, budget = read_budget()

@@ -21,6 +21,7 @@
 
 struct Index { unsigned x; };
 struct uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 namespace gpu {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kullback.divergences import DESCRIBED, DIVERGENCES
-from kullback.forms import pair
+from kullback.forms import pair, softmax_of
 from kullback.formula import (
     Program,
     Symbol,
@@ -40,7 +40,12 @@ def near_element(kind: str) -> Mapping[str, Value]:
     found, so that what that mass is off by is a factor of both.
     """
     lower = rewriter(_lower_near)
-    return {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
+    element = {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
+    of_p = [quotient(element[name], element["p"]) for name in ("d_log_q", "q_minus_p")]
+    if of_p[0] is not None and of_p[0] is of_p[1]:  # that of logits, too: q is p·(1 + of_p)
+        grad_sum = softmax_of("input").grad_sum
+        element["input"] = element["p"] * (of_p[0] * (1.0 - grad_sum) - grad_sum)
+    return element
 
 
 WITH_CORNER = next(filter(has_corner, DESCRIBED))  # the only one

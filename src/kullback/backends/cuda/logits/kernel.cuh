@@ -35,11 +35,21 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     Label label = {};
 #endif
     const unsigned lane = threadIdx.x % 32;
+    const auto row_of_lane = [&](unsigned first) { return first + lane / Sample::PARTS * row_step(); };
     const auto take_next = [&](unsigned first) {
-        const unsigned r = first + lane / Sample::PARTS * row_step();
+        const unsigned r = row_of_lane(first);
         if (r < a.rows && weight_of(a, r) != 0)
             next.take(a, r);
+#if IS_MIXED
+        const unsigned later = r + Sample::ROWS * row_step();
+        if (later < a.rows)
+            next.token = token_of(a, later);
+#endif
     };
+#if IS_MIXED
+    if (row_of_lane(first_row(group.index)) < a.rows)
+        next.token = token_of(a, row_of_lane(first_row(group.index)));
+#endif
     take_next(first_row(group.index));
 #if HAS_PEERS
     /* Other ranks get estimates as many rows before, too. */
@@ -49,23 +59,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     };
     send_next(first_row(group.index));
 #endif
-    each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) {
-        const unsigned turn = group.turn++ % Sample::ROWS;
-#if HAS_PEERS
-        if (turn == 0)
-            send_next(r + Sample::ROWS * row_step());
-        const RowMax own = received_estimate(a, r); /* though none be read: each rank waits for all others in each launch */
-#else
-        if (turn == 0) {
-            row_max = next.estimated_max(a);
-#if IS_MIXED
-            label = next.label;
-#endif
-            take_next(r + Sample::ROWS * row_step());
-        }
-#endif
-        if (!is_read)
-            return;
+    const auto produce_row = [&](unsigned r, unsigned turn, RowMax own) {
         const Slice slice = slice_of(a, r, cta_rank());
         const X *x = slice.x() + slice.head + slice.first * WIDTH;
         const Y *y = slice.y() + slice.head + slice.first * WIDTH;
@@ -79,9 +73,6 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             cp_async_bulk_prefetch_L2(x, (unsigned)slice.vectors * (unsigned)X_BYTES);
             cp_async_bulk_prefetch_L2(y, (unsigned)slice.vectors * (unsigned)Y_BYTES);
         }
-#if !HAS_PEERS
-        const RowMax own = { shfl(row_max.x, turn * Sample::PARTS), shfl(row_max.y, turn * Sample::PARTS) };
-#endif
         if (is_first)
             each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
                 mbarrier_wait(tile.empty(), tile.phase ^ 1);
@@ -99,6 +90,28 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             });
         __syncwarp();
         pipeline.advance(pipeline.row_tiles);
+    };
+    each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) {
+        const unsigned turn = group.turn++ % Sample::ROWS;
+#if HAS_PEERS
+        if (turn == 0)
+            send_next(r + Sample::ROWS * row_step());
+        const RowMax own = received_estimate(a, r); /* though none be read: each rank waits for all others in each launch */
+        if (is_read)
+            produce_row(r, turn, own);
+#else
+        if (turn == 0) {
+            row_max = next.estimated_max(a);
+#if IS_MIXED
+            label = next.label;
+#endif
+        }
+        const RowMax own = { shfl(row_max.x, turn * Sample::PARTS), shfl(row_max.y, turn * Sample::PARTS) };
+        if (is_read)
+            produce_row(r, turn, own);
+        if (turn == 0) /* after the row's copies: weights and labels are waited for */
+            take_next(r + Sample::ROWS * row_step());
+#endif
     });
 }
 
@@ -151,6 +164,21 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         pipeline.address = both - pipeline.address;
 #endif
     });
+}
+#endif
+
+#if WANT_FIGURES
+/* Of the rows that this block has been the first of */
+INLINE void finish_figures(const Arguments &a)
+{
+    enum { FIRSTS = RESIDENT ? 1 : GROUPS, READERS = GROUPS * THREADS_PER_ROW };
+    if (cta_rank() != 0 || threadIdx.x >= READERS)
+        return;
+    for (unsigned i = threadIdx.x; first_row(0) + i / FIRSTS * row_step() < a.rows; i += READERS) {
+        const unsigned r = first_row((int)(i % FIRSTS)) + i / FIRSTS * row_step();
+        if (r < a.rows)
+            finish_figures(a, r);
+    }
 }
 #endif
 
@@ -215,6 +243,9 @@ INLINE void run(Arguments a)
     __syncthreads(); /* losses are cleared */
     consume_rows(a, pipeline, group);
     __syncthreads();
+#endif
+#if WANT_FIGURES
+    finish_figures(a);
 #endif
     if (WANT_SUM && a.total)
         reduce_grid(a, group);

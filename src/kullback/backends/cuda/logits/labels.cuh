@@ -40,16 +40,8 @@ SHARED_ARRAY(OwnLabel, own_labels, GROUPS);
 INLINE OwnLabel &own_label() { return own_labels[threadIdx.x / THREADS_PER_ROW]; } /* found again: so no register holds it */
 
 #if RESIDENT
-INLINE void read_label(const Slice &, const RowGroup &) {} /* the producer has */
 INLINE Label label_of(const Pipeline &pipeline) { return *pipeline.label(); }
 #else
-/* Before the group meets for the first time: from then on others may write gradients over logits. */
-INLINE void read_label(const Slice &slice, const RowGroup &group)
-{
-    if (group.thread == 0)
-        own_label().label = loaded_label(slice.a, slice.row);
-    group_sync(group);
-}
 INLINE Label label_of(const Pipeline &) { return own_label().label; }
 #endif
 
@@ -67,6 +59,20 @@ INLINE bool has_token(const Slice &slice, const Pipeline &pipeline, const RowGro
     const int in_tile = vector;
 #endif
     return vector >= 0 && vector < slice.vectors && group.thread == in_tile % THREADS_PER_ROW;
+}
+
+/* Before the row is read: nothing waits for it then. Off the chip before the group meets for the first time: from then on others may
+   write gradients over logits. */
+INLINE void read_label(const Slice &slice, const Pipeline &pipeline, RowGroup &group)
+{
+#if RESIDENT
+    wait_tile(pipeline); /* the producer has read it */
+#else
+    if (group.thread == 0)
+        own_label().label = loaded_label(slice.a, slice.row, token_of(slice.a, slice.row));
+    group_sync(group);
+#endif
+    group.has_label = WANT_INPUT && slice.a.label_weight != 0 && has_token(slice, pipeline, group, label_of(pipeline).token);
 }
 
 INLINE float lse_error(const Arguments &a, const RowStats &stats)
@@ -100,14 +106,12 @@ INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &s
     return factor != 0 ? d_log_q - in_range_ratio_or_zero(factor, a.divergence_weight * d_loss) : d_log_q;
 }
 
-/* Before gradients are written: the row's sums as they are to be, and whether this thread has the label */
-INLINE void mix(const Slice &slice, const Pipeline &pipeline, RowGroup &group, const RowStats &stats, Sums &sums, float d_loss)
+/* Before gradients are written: the row's sums as they are to be */
+INLINE void mix(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, Sums &sums, float d_loss)
 {
-    const Label label = label_of(pipeline);
-    const float mixed = mixed_sum(slice.a, label, stats, sums.d_log_q, d_loss);
+    const float mixed = mixed_sum(a, label_of(pipeline), stats, sums.d_log_q, d_loss);
     sums.mixed = sums.d_log_q - mixed;
     sums.d_log_q = mixed;
-    group.has_label = WANT_INPUT && slice.a.label_weight != 0 && has_token(slice, pipeline, group, label.token);
 }
 
 /* What the label's logit is to get. `own(q, p)`: what it would get were it no label, by its logits; only this thread asks. */

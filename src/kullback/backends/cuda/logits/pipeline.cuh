@@ -26,9 +26,10 @@ struct alignas(8) Label {
     int token;
 };
 
-INLINE Label loaded_label(const Arguments &a, unsigned r)
+INLINE long long token_of(const Arguments &a, unsigned r) { return a.labels ? a.labels[r] : -1; }
+
+INLINE Label loaded_label(const Arguments &a, unsigned r, long long token)
 {
-    const long long token = a.labels ? a.labels[r] : -1;
     if (token < 0 || token >= a.vocab)
         return { 0, 0, token == NO_LABEL ? (int)NO_LABEL : -1 };
     return { to_real(a.x[r * a.x_stride + token]), to_real(a.y[r * a.y_stride + token]), (int)token };
@@ -111,13 +112,17 @@ struct Pipeline {
 struct RowGroup {
     int thread, index; /* of this thread among them; of the group in its block */
     unsigned cluster;  /* blocks of the cluster */
-    /* All-reduces so far, modulo twice the slots; whether this thread has the row's label; whether a row had -inf, so that the next
-       may; rows that were read so far, of the producer of all. Together: a register more would spill. */
+    /* All-reduces so far, modulo twice the slots; whether a row had -inf, so that the next may; rows that were read so far, of the
+       producer of all. Together: a register more would spill. Without the bit that has no name kernels are 1 % slower
+       (docs/lab-notebook.md). */
 #if HAS_PEERS
-    unsigned exchanges : 2, has_label : 1, guards : 1, sent : 5, turn : 23; /* sent: exchanges of the row with other ranks */
+    unsigned exchanges : 2, guards : 1, sent : 5, turn : 23; /* sent: exchanges of the row with other ranks */
     unsigned row;
 #else
-    unsigned exchanges : 2, has_label : 1, guards : 1, turn : 28;
+    unsigned exchanges : 2, : 1, guards : 1, turn : 28;
+#endif
+#if IS_MIXED
+    bool has_label; /* whether this thread has the row's: no bit of the word above, by which whole warps branch */
 #endif
 };
 

@@ -55,8 +55,10 @@ INLINE float received(const Arguments &a, bool waits, unsigned place, unsigned f
         const Packet found = waits ? ld_relaxed_sys(packet) : (Packet)flag << 32;
         if (warp_all((unsigned)(found >> 32) == flag))
             return __uint_as_float((unsigned)found);
-        if (warp_all(now() - begin > a.timeout))
+        if (warp_all(now() - begin > a.timeout)) {
             __assertfail("kullback: a rank that shares these rows has not sent its part (enable_symmetric_memory)", "", 0, "", 1);
+            __builtin_unreachable(); /* from a call that may come back warps are taken to be diverged, for the rest of the row */
+        }
     }
 }
 

@@ -565,11 +565,25 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
 }
 
 #if WANT_FIGURES
+/* What a row's figures are made of when all rows have been read, for its next row would wait for a logarithm of doubles: kept in
+   the figures' place. Of a row that is not read that holds zeros. */
 INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
 {
-    const float mean = stats.exponents / stats.x_sum_exp; /* of exponents of 2, or of e */
-    a.figures[r] = input_lse(a, stats);
-    a.figures[a.rows + r] = logf(stats.x_sum_exp) - (stats.in_range ? mean * LN2 : mean);
+    float2 *kept = (float2 *)a.figures;
+    kept[r] = { stats.x_max, stats.x_sum_exp };
+    kept[a.rows + r] = { stats.exponents, stats.in_range ? 1.0f : 2.0f };
+}
+
+INLINE void finish_figures(const Arguments &a, unsigned r)
+{
+    const float2 *kept = (const float2 *)a.figures;
+    const float2 side = kept[r], rest = kept[a.rows + r];
+    if (rest.y == 0)
+        return;
+    const bool in_range = rest.y == 1;
+    const float mean = rest.x / side.y; /* of exponents of 2, or of e */
+    a.figures[r] = INPUT_IS_LOGITS ? lse_of(side.x, side.y, a.input_inv_temperature, in_range) : 0;
+    a.figures[a.rows + r] = logf(side.y) - (in_range ? mean * LN2 : mean);
 }
 #endif
 
@@ -582,16 +596,16 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     group.sent = 0;
 #endif
 #if IS_MIXED
-    read_label(slice, group);
+    read_label(slice, pipeline, group);
 #endif
     Found found = sum_row(slice, pipeline, group);
 #if WANT_FIGURES
-    if (group.thread == 0 && cta_rank() == 0)
+    if (is_first_thread(group))
         keep_figures(a, r, found.stats);
 #endif
     float more = 0;
 #if IS_MIXED
-    if (!KNOWN && group.thread == 0) /* before the label's place is another row's */
+    if (!KNOWN && is_first_thread(group)) /* before the label's place is another row's */
         more = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
@@ -600,7 +614,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         const GradOut grad_out = grad_out_of(a, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if IS_MIXED
         if (WANT_GRADIENT)
-            mix(slice, pipeline, group, found.stats, found.sums, (float)d_loss);
+            mix(a, pipeline, found.stats, found.sums, (float)d_loss);
 #endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
@@ -610,7 +624,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
                                                                found.is_sure, grad_out);
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
         if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
-            const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + (cta_rank() == 0 ? more : 0);
+            const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + more;
             if (threadIdx.x % LOGICAL_WARP == 0)
                 near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
 #if IS_MIXED
@@ -625,7 +639,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     }
 #endif
 #if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE
-    if (group.thread == 0 && cta_rank() == 0) {
+    if (is_first_thread(group)) {
         if (VERB == VERB_STATISTICS)
             keep_statistics(a, r, found);
         else
@@ -634,10 +648,10 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     release_row(slice, pipeline, group);
 #else
     const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameters);
-    if (!WANT_GRADIENT && a.found && group.thread == 0 && cta_rank() == 0) /* now, so that nothing of it is kept any longer */
+    if (!WANT_GRADIENT && a.found && is_first_thread(group)) /* now, so that nothing of it is kept any longer */
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
-    if (!KNOWN && group.thread == 0 && cta_rank() == 0) {
+    if (!KNOWN && is_first_thread(group)) {
         const double loss = weight * (divergence_weight(a) * done.loss + more);
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
         if (a.loss)
@@ -655,7 +669,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     } else if (WANT_GRADIENT) {
         const GradOut grad_out = grad_out_of(a, weight, done.derivative);
 #if IS_MIXED
-        mix(slice, pipeline, group, found.stats, found.sums, (float)done.derivative);
+        mix(a, pipeline, found.stats, found.sums, (float)done.derivative);
 #endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
@@ -681,7 +695,7 @@ INLINE void clear_row(const Arguments &a, const RowGroup &group, unsigned r)
         if (WANT_TARGET)
             a.d_target[r * a.d_target_stride + i] = rounded<DY>(0);
     }
-    if (group.thread == 0 && cta_rank() == 0) {
+    if (is_first_thread(group)) {
         if (a.loss)
             a.loss[r] = rounded<LOSS>(0);
         if (WANT_FIGURES)

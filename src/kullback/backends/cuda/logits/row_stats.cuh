@@ -234,12 +234,13 @@ struct Sample {
     Y y;
 #if IS_MIXED
     Label label;
+    long long token = -1; /* of the row that is taken next: known by then, it is not waited for */
 #endif
 
     INLINE void take(const Arguments &a, unsigned row)
     {
 #if IS_MIXED
-        label = loaded_label(a, row);
+        label = loaded_label(a, row, token);
 #endif
         const unsigned index = sample_index(a.vocab, threadIdx.x % PARTS, PARTS);
         x = (a.x + row * a.x_stride)[index];
