@@ -361,6 +361,21 @@ def logits_on_a_cpu():
     return "\n".join(lines)
 
 
+def torch_on_a_gpu():
+    """Milliseconds of logits by the torch backend, forced, beside torch's own."""
+    names = ("kullback", "eager", "torch.compile")
+    lines = header("", "", *names, "kullback over eager")
+    for result in load("h200/logits_torch"):
+        case = result["case"]
+        found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+        for task in TASKS[:2]:
+            times = [found[name, task] for name in names]
+            of = f"{case['kind']}, {case['rows']} × {case['vocab']}, {case['dtype']}"
+            cells = " | ".join(f"{each:.1f}" for each in times)
+            lines.append(f"| {of} | {task} | {cells} | {times[0] / times[1]:.2f} |")
+    return "\n".join(lines)
+
+
 def long_batches():
     lines = header("tokens", "microseconds a token", "GB above the gradients")
     for count, of in sorted(load("h200/linear")["long"].items(), key=lambda item: int(item[0])):
@@ -480,6 +495,7 @@ PERFORMANCE = (
     section("students", students),
     section("CPU", cpu),
     section("logits, CPU", logits_on_a_cpu),
+    section("torch backend", torch_on_a_gpu),
     section("long", long_batches),
     section("topk", topk),
     section("all-gather", all_gather),
