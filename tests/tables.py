@@ -119,15 +119,13 @@ def real_rows_on_a_cpu():
 
 def labels():
     """Milliseconds with a student's gradient and times the first column; of figures of rows there is none."""
-    of_logits, of_labels, of_rows, on_a_cpu = (
-        load(name)["results"] for name in ("h200/dense", "h100/labels", "h200/figures", "cpu/figures")
-    )
+    newest, of_labels, on_a_cpu = (load(name)["results"] for name in ("h200/labels", "h100/labels", "cpu/figures"))
     lines = []
     for part, head, results in (
-        ("dense", "H200: rows, kind", of_logits),
+        ("dense", "H200: rows, kind", newest),
         ("linear", "H100: hidden states", of_labels),
         ("alone", "H100: labels alone", of_labels),
-        ("figures", "H200: figures of rows", of_rows),
+        ("figures", "H200: figures of rows", newest),
         ("figures", "two cores: figures of rows", on_a_cpu),
     ):
         found = [result for result in results if result["part"] == part]
