@@ -53,8 +53,8 @@ def enable_symmetric_memory(
     - Calls of a group are in the same order on all ranks, on one stream each. Kernels that wait for other GPUs, such as
       NCCL's, must not run beside them on another stream: each could wait for multiprocessors that the other has.
 
-    A rank that waits longer than `timeout` for another stops with a device-side assertion. Within
-    `kullback.checking_ranks` what differs is found before, and all ranks raise.
+    A rank that waits longer than `timeout` for another stops with a device-side assertion, or, in a launch's last rows,
+    with a launch failure. Within `kullback.checking_ranks` what differs is found before, and all ranks raise.
 
     >>> import torch.distributed as dist, kullback
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

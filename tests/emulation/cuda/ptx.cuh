@@ -128,6 +128,8 @@ INLINE void st_relaxed_sys(unsigned long long *address, unsigned long long x) { 
 INLINE unsigned long long ld_relaxed_sys(const unsigned long long *address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 INLINE unsigned long long globaltimer() { return (unsigned long long)time(nullptr) * 1000000000; }
 
+INLINE void trap() { abort(); }
+
 INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier)
 {
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16)

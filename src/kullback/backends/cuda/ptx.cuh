@@ -303,6 +303,8 @@ INLINE unsigned long long globaltimer() /* nanoseconds */
     return result;
 }
 
+INLINE void trap() { asm volatile("trap;"); }
+
 /* From global to shared memory; bytes and both addresses are multiples of 16. */
 INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier)
 {

@@ -116,7 +116,7 @@ struct RowGroup {
        producer of all. Together: a register more would spill. Without the bit that has no name kernels are 1 % slower
        (docs/lab-notebook.md). */
 #if HAS_PEERS
-    unsigned exchanges : 2, guards : 1, gave_up : 1, sent : 5, turn : 23; /* sent: exchanges of the row with other ranks */
+    unsigned exchanges : 2, guards : 1, sent : 5, turn : 24; /* sent: exchanges of the row with other ranks */
     unsigned row;
 #else
     unsigned exchanges : 2, : 1, guards : 1, turn : 28;

@@ -46,25 +46,23 @@ INLINE void send(const Arguments &a, unsigned to, unsigned place, unsigned flag,
     st_relaxed_sys(a.buffers[to] + place, (Packet)flag << 32 | __float_as_uint(value));
 }
 
-/* What was sent to a lane, if it waits for something. A whole warp calls, and none goes on before all have theirs. Who has waited
-   too long gives up: it waits for nothing more, and the launch ends in an error. */
-INLINE float received(const Arguments &a, RowGroup &group, bool waits, unsigned place, unsigned flag)
+/* What was sent to a lane, if it waits for something. A whole warp calls, and none goes on before all have theirs. The producer says
+   what is wrong when it has waited too long; others, which wait a little longer, end the launch: after a call that may come back a
+   row's warps would be taken to be diverged. */
+template <bool IS_PRODUCER> INLINE float received(const Arguments &a, bool waits, unsigned place, unsigned flag)
 {
     const Packet *packet = a.buffers[a.rank] + place;
-    const unsigned begin = now();
+    const unsigned begin = now(), most = IS_PRODUCER ? a.timeout : a.timeout + 16;
     for (;;) {
-        const Packet found = waits && !group.gave_up ? ld_relaxed_sys(packet) : (Packet)flag << 32;
+        const Packet found = waits ? ld_relaxed_sys(packet) : (Packet)flag << 32;
         if (warp_all((unsigned)(found >> 32) == flag))
             return __uint_as_float((unsigned)found);
-        group.gave_up = warp_all(now() - begin > a.timeout);
+        if (warp_all(now() - begin > most)) {
+            if (IS_PRODUCER)
+                __assertfail("kullback: a rank that shares these rows has not sent its part (enable_symmetric_memory)", "", 0, "", 1);
+            trap();
+        }
     }
-}
-
-/* At the end: from a call that may come back a row's warps would be taken to be diverged. */
-INLINE void assert_received(const RowGroup &group)
-{
-    if (group.gave_up)
-        __assertfail("kullback: a rank that shares these rows has not sent its part (enable_symmetric_memory)", "", 0, "", 1);
 }
 
 /* Lane OF_EXCHANGE · s + k gives number k of this rank's, and gets it reduced over ranks, in the same order on all. */
@@ -75,7 +73,7 @@ template <int COUNT, typename F> INLINE float all_ranks_reduced(const Arguments 
     const bool takes_part = rank < a.ranks && k < COUNT;
     if (takes_part && group.thread < 32 && cta_rank() == 0)
         send(a, rank, exchange_place(a, flag, row, a.rank) + k, flag, mine);
-    const float theirs = received(a, group, takes_part, exchange_place(a, flag, row, rank) + k, flag);
+    const float theirs = received<false>(a, takes_part, exchange_place(a, flag, row, rank) + k, flag);
     mine = takes_part ? theirs : reduce.identity();
 #pragma unroll
     for (int step = OF_EXCHANGE; step < 32; step *= 2)
@@ -94,10 +92,10 @@ INLINE void send_estimate(const Arguments &a, unsigned row, unsigned to, RowMax 
 }
 
 /* And what all ranks' say */
-INLINE RowMax received_estimate(const Arguments &a, RowGroup &group, unsigned row)
+INLINE RowMax received_estimate(const Arguments &a, unsigned row)
 {
     const unsigned lane = threadIdx.x % 32, rank = lane / OF_ESTIMATE, k = lane % OF_ESTIMATE, flag = launch_flag(a);
-    const float theirs = received(a, group, rank < a.ranks, estimate_place(a, flag, row, rank) + k, flag);
+    const float theirs = received<true>(a, rank < a.ranks, estimate_place(a, flag, row, rank) + k, flag);
     float most = rank < a.ranks ? theirs : -REAL_INFINITY;
 #pragma unroll
     for (int step = OF_ESTIMATE; step < 32; step *= 2)
