@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.programs import OPERATIONS, Way, adds_partials, program, pulled_back, traits
+from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_partials, program, traits
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
@@ -17,10 +17,10 @@ from kullback.problem import Problem, Side, accumulator, has_corner
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
-PARTIALS = {"input": "d_log_q", "target": "d_log_p"}
+PARTIAL_OF = {"input": "d_log_q", "target": "d_log_p"}
 # What depends on normalisers alone, and what does on a tilted log-sum-exp as well
 OF_NORMALISERS = (*MASSES.values(), "log_q", "log_p", "ratio", "q_minus_p", "log_tilted")
-OF_ROWS = (*OF_NORMALISERS, *PARTIALS.values())
+OF_TILTED = (*OF_NORMALISERS, *PARTIALS)
 
 
 class Elements(dict[str, Value]):
@@ -162,7 +162,7 @@ class Piece:
         """Say what is known of the rows. What was found with the same normalisers stays."""
         former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
         are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in names]
-        kept = OF_ROWS if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
+        kept = OF_TILTED if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
         self.elements = Elements(self.problem, self.values, known)
         self.elements |= {name: former[name] for name in kept if name in former}
         for name, side, lse in zip(SIDES, self.problem.sides, (known.input_lse, known.target_lse), strict=True):
@@ -272,16 +272,14 @@ class Piece:
 
     def _pulled_back(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Sides' gradients, from partial derivatives that sums may have left."""
-        missing = [PARTIALS[name] for name in names if PARTIALS[name] not in self.elements]
+        missing = [PARTIAL_OF[name] for name in names if PARTIAL_OF[name] not in self.elements]
         self.elements |= self.run(missing, self.way)
-        forms = {name: side.form for name, side in zip(SIDES, self.problem.sides, strict=True)}
-        asked = pulled_back(tuple((name, forms[name]) for name in names), self.way)
-        return asked.run(self.elements, OPERATIONS[self.way])
+        return self.run(names, self.way)
 
     def _take_exact(self) -> None:
         """From here on; what was found otherwise is not kept."""
         self.way = Way.EXACT
-        for name in PARTIALS.values():
+        for name in PARTIALS:
             self.elements.pop(name, None)
 
     def run(self, outputs: Sequence[str], way: Way) -> dict[str, Tensor]:
@@ -316,8 +314,8 @@ class Piece:
 
     def _sums(self, way: Way) -> RowSums:
         problem = self.problem
-        is_of_partials = adds_partials(problem.kind, way)
-        names = ["d_log_p", "d_log_q"] if problem.has_logits else []
+        is_of_partials = adds_partials(problem.kind, problem.parameter, way)
+        names = list(PARTIALS) if problem.has_logits else []
         # Kept until the next piece is there: glibc gives memory freed all at once back to the system, and the next
         # piece's temporaries would be faulted in again (measured: up to 2.5 x the time).
         self.results = results = self.run(names if is_of_partials else ["term", *names], way)
@@ -328,7 +326,10 @@ class Piece:
             totals = {key: total.to(accumulator(total)) for key, total in totals.items()}
         found = {name: totals[id(result)] for name, result in results.items()}
         if is_of_partials:
-            found["term"] = found["d_log_p"] + found["d_log_q"]
+            term = found["d_log_p"] + found["d_log_q"]
+            # Of a loss that is infinite both may be, with opposite signs.
+            is_infinite = found["d_log_p"].isinf() | found["d_log_q"].isinf()
+            found["term"] = torch.where(is_infinite, math.inf, term)
         if problem.is_normalised and problem.formula.has_tilted_lse and self.elements.known is not None:
             # Against an infinite log-sum-exp an infinite mass would be NaN.
             is_finite = self.elements.known.tilted_lse < math.inf

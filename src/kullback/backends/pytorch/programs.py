@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import rewriter
-from kullback.forms import FORMS, softmax_of
+from kullback.divergences import DIVERGENCES
+from kullback.forms import FORMS, SIDES, softmax_of
 from kullback.formula import TENSOR, Program, Symbol, Value, node, variable
 from kullback.problem import formula, has_corner
 
@@ -22,7 +23,9 @@ class Way(enum.Enum):
     """How the elements of a row are evaluated."""
 
     EXACT = enum.auto()  # as the formula is written: near p = q and at 0 too
-    PARTIALS = enum.auto()  # the same of normalised rows; the sum of terms is that of partial derivatives, by Euler
+    PARTIALS = (
+        enum.auto()
+    )  # the same of normalised rows, by cheaper guards; terms add up as partial derivatives, by Euler
     FAST = enum.auto()  # nothing for p = q, 0 or infinity: sums tell where that was wrong
     IN_RANGE = enum.auto()  # literal rows without 0 or infinity: no guards
 
@@ -48,6 +51,7 @@ def _log_mix(ratio: Tensor, a: float, b: float) -> Tensor:
 
 
 def _mass_times(mass: Tensor, x: Tensor) -> Tensor:
+    """Of no NaN where the mass is 0, as `_ratio_or_zero`: they would be hidden."""
     return torch.mul(mass, x).masked_fill_(torch.eq(mass, 0), 0.0)
 
 
@@ -130,7 +134,7 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
             case "select_near", (_, _, _, far) if way is Way.FAST:
                 return far
             case "select_near", (_, _, Symbol(op="ratio_or_zero") as near, _) if way is Way.PARTIALS:
-                return near  # which holds everywhere
+                return near  # hellinger's, which holds far, too
             case "where", (Symbol(op="lt", args=(x, bound)), other, most) if x is other and bound == most:
                 return x if is_unguarded and bound == 1e38 else node("clamp", x, -math.inf, most)
             case "where", (Symbol(op="lt", args=(x, 0.0)), 0.0, other) if x is other:
@@ -148,35 +152,41 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
     return rule
 
 
+PARTIALS = ("d_log_p", "d_log_q")
+
+
 @functools.cache
 def program(kind: str, form: str, target_form: str, way: Way, outputs: tuple[str, ...]) -> Program:
-    """What computes these outputs of an element, and nothing else. `log_tilted`, if not asked for, is a variable."""
+    """What computes these outputs of an element, and nothing else.
+
+    `log_tilted` is a variable where it is not asked for, and so are partial derivatives where gradients alone are.
+    """
     rewrite = rewriter(_rule(way))
     element = formula(kind, form, target_form).element
-    tilted = rewrite(element["log_tilted"])
+    known = ["log_tilted"] if "log_tilted" not in outputs else []
+    if {*outputs} <= {*SIDES}:
+        known += PARTIALS
+    variables = {rewrite(element[name]): variable(name) for name in known}
 
-    def rule(op: str, args: tuple[Value, ...]) -> Value:
-        found = node(op, *args)
-        return variable("log_tilted") if found is tilted and "log_tilted" not in outputs else found
+    def reuse(x: Value) -> Value:
+        if not isinstance(x, Symbol):
+            return x
+        if x in variables:
+            return variables[x]
+        return x if x.op == "variable" else node(x.op, *map(reuse, x.args))
 
-    reuse = rewriter(rule)
     return Program({name: reuse(rewrite(element[name])) for name in outputs})
 
 
-@functools.cache
-def pulled_back(sides: tuple[tuple[str, str], ...], way: Way) -> Program:
-    """Gradients of these sides, each with its form, from partial derivatives."""
-    gradients = {}
-    for side, form in sides:
-        element, mass, partial = ("x", "q", "d_log_q") if side == "input" else ("y", "p", "d_log_p")
-        gradients[side] = FORMS[form].pull_back(variable(element), variable(mass), variable(partial), softmax_of(side))
-    rewrite = rewriter(_rule(way))
-    return Program({side: rewrite(gradient) for side, gradient in gradients.items()})
+LEAST_SHARE = 0.02  # with less one partial derivative is the difference of numbers that are larger by so much
 
 
-def adds_partials(kind: str, way: Way) -> bool:
+def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     """Whether a row's sum of terms is found as that of partial derivatives. Where there is a corner they cancel."""
-    return not has_corner(kind) if way is Way.PARTIALS else way is Way.FAST and traits(kind).adds_partials
+    if way is Way.PARTIALS:
+        is_share = 0 < parameter < 1 and DIVERGENCES[kind].parameter is not None
+        return not has_corner(kind) and not (is_share and min(parameter, 1 - parameter) < LEAST_SHARE)
+    return way is Way.FAST and traits(kind).adds_partials
 
 
 class Traits(NamedTuple):

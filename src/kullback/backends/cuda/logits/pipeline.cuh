@@ -122,7 +122,7 @@ struct RowGroup {
     unsigned exchanges : 2, : 1, guards : 1, turn : 28;
 #endif
 #if IS_MIXED
-    bool has_label; /* whether this thread has the row's: no bit of the word above, by which whole warps branch */
+    bool has_label; /* whether this thread has the row's label: not in the word above, by whose bits a warp branches */
 #endif
 };
 
