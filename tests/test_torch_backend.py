@@ -185,7 +185,7 @@ def test_literal_rows_and_topk_teachers_without_float64(without_float64, generat
 
 def test_terms_that_are_sums_of_their_partial_derivatives():
     """Far from p = q; others are computed as they are written."""
-    assert {kind for kind in DIVERGENCES if traits(kind).adds_partials} == {"kl", "reverse_kl", "alpha", "renyi"}
+    assert {kind for kind in DIVERGENCES if traits(kind).is_sum_of_partials} == {"kl", "reverse_kl", "alpha", "renyi"}
     assert traits("jeffreys").least_fast_sum < 1e-5  # exact as it stands, but for normalisers
     assert all(
         step.op != "select_near" for step in program("jensen_shannon", "logits", "logits", Way.FAST, ("term",)).steps

@@ -23,9 +23,7 @@ class Way(enum.Enum):
     """How the elements of a row are evaluated."""
 
     EXACT = enum.auto()  # as the formula is written: near p = q and at 0 too
-    PARTIALS = (
-        enum.auto()
-    )  # the same of normalised rows, by cheaper guards; terms add up as partial derivatives, by Euler
+    PARTIALS = enum.auto()  # of normalised rows, by cheaper guards; terms add up as partial derivatives, by Euler
     FAST = enum.auto()  # nothing for p = q, 0 or infinity: sums tell where that was wrong
     IN_RANGE = enum.auto()  # literal rows without 0 or infinity: no guards
 
@@ -186,15 +184,13 @@ def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     if way is Way.PARTIALS:
         is_share = 0 < parameter < 1 and DIVERGENCES[kind].parameter is not None
         return not has_corner(kind) and not (is_share and min(parameter, 1 - parameter) < LEAST_SHARE)
-    return way is Way.FAST and traits(kind).adds_partials
+    return way is Way.FAST and traits(kind).is_sum_of_partials
 
 
 class Traits(NamedTuple):
     """What the formula of a kind between logits says of its sums."""
 
-    adds_partials: (
-        bool  # whether its terms, where p and q are far, are written as the sums of their partial derivatives
-    )
+    is_sum_of_partials: bool  # whether its terms, where p and q are far, are written as those of partial derivatives
     least_fast_sum: float  # rows of less want the exact formula
 
 
@@ -203,7 +199,7 @@ def traits(kind: str) -> Traits:
     element = formula(kind, "logits", "logits").element
     rewrite = rewriter(_rule(Way.FAST))
     term, *partials = (rewrite(element[name]) for name in ("term", "d_log_p", "d_log_q"))
-    adds_partials = isinstance(term, Symbol) and term.op == "add" and {*term.args} == {*partials}
+    is_sum = isinstance(term, Symbol) and term.op == "add" and {*term.args} == {*partials}
 
     def selects(*outputs: str) -> bool:
         steps = Program({name: element[name] for name in outputs}).steps
@@ -213,7 +209,7 @@ def traits(kind: str) -> Traits:
     if selects("d_log_p", "d_log_q"):
         least = 0.04
     elif selects("term"):
-        least = 1e-3 if adds_partials else 0.02
+        least = 1e-3 if is_sum else 0.02
     else:
         least = 1e-6  # what normalisers are off by enters squared, 1e-14, and is taken off smaller sums
-    return Traits(adds_partials, least)
+    return Traits(is_sum, least)
