@@ -177,12 +177,17 @@ def logits(name, noise, tasks):
     return "\n".join([*lines, *(f"| {row} | {cells} |" for row, cells in rows.items())])
 
 
+def milliseconds(result):
+    """Of each contestant and task."""
+    return {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+
+
 def rivals_on_random_rows():
     """Milliseconds of far rows of logits on an H200, of all that were run there."""
     names = ["kullback", "torch.compile", "liger", "eager"]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for result in load("h200/logits"):
-        case, found = result["case"], {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+        case, found = result["case"], milliseconds(result)
         if case["noise"] != 1.0 or ("liger", "forward") not in found:
             continue
         for task in TASKS[:2]:
@@ -331,7 +336,7 @@ def cpu():
                 for r in load(f"cpu/{backend}_{allocator}")
                 if (r["case"]["kind"], r["case"]["form"], r["case"]["dtype"]) == ("kl", "probs", "float32")
             )
-            found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+            found = milliseconds(result)
             for task in TASKS[:2]:
                 ours, *rivals = (f"{found[name, task]:.1f}" for name in ("kullback", "torch.compile", "eager"))
                 read = f"{result['read_seconds'] * 1e3:.1f}"
@@ -350,7 +355,7 @@ def logits_on_a_cpu():
             case = result["case"]
             if case["form"] != "logits":
                 continue
-            found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+            found = milliseconds(result)
             dtype = "" if case["dtype"] == "float32" else f", {case['dtype']}"
             for task in TASKS[:2]:
                 cells = " | ".join(f"{found[each, task]:.0f}" for each in ("kullback", "torch.compile", "eager"))
@@ -364,8 +369,7 @@ def torch_on_a_gpu():
     names = ("kullback", "eager", "torch.compile")
     lines = header("", "", *names, "kullback over eager")
     for result in load("h200/logits_torch"):
-        case = result["case"]
-        found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"]}
+        case, found = result["case"], milliseconds(result)
         for task in TASKS[:2]:
             times = [found[name, task] for name in names]
             of = f"{case['kind']}, {case['rows']} × {case['vocab']}, {case['dtype']}"

@@ -52,7 +52,7 @@ def ours(x, y, kind, reduction, **options):
 
 def check(kind, batch, device):
     """A loss of d may be 4e-7/√d of itself off where terms are sums of partial derivatives; else as anywhere."""
-    expected = truth(batch.x, batch.y, kind)
+    expected, parameter = truth(batch.x, batch.y, kind), next(iter(kinds.values(kind)), 0.0)
     finite = expected[0].isfinite()
     names = [name for name, is_finite in zip(batch.names, finite.tolist(), strict=True) if is_finite]
     for reduction in ("none", "sum"):
@@ -63,9 +63,7 @@ def check(kind, batch, device):
                 if exact < 1e-14:
                     assert abs(loss) < 1e-14
                     continue
-                own = (
-                    4e-7 / exact**0.5 if adds_partials(kind, next(iter(kinds.values(kind)), 0.0), Way.PARTIALS) else 0.0
-                )
+                own = 4e-7 / exact**0.5 if adds_partials(kind, parameter, Way.PARTIALS) else 0.0
                 assert loss >= 0
                 assert relative_error(loss, exact) < 4e-6 + own
         for mine, exact in zip(found[1:], expected[1:], strict=True):

@@ -41,10 +41,10 @@ def near_element(kind: str) -> Mapping[str, Value]:
     """
     lower = rewriter(_lower_near)
     element = {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
-    of_p = [quotient(element[name], element["p"]) for name in ("d_log_q", "q_minus_p")]
-    if of_p[0] is not None and of_p[0] is of_p[1]:  # that of logits, too: q is p·(1 + of_p)
+    slope, excess = (quotient(element[name], element["p"]) for name in ("d_log_q", "q_minus_p"))
+    if slope is not None and slope is excess:  # the gradient of logits has p as a factor, too: q is p·(1 + excess)
         grad_sum = softmax_of("input").grad_sum
-        element["input"] = element["p"] * (of_p[0] * (1.0 - grad_sum) - grad_sum)
+        element["input"] = element["p"] * (slope * (1.0 - grad_sum) - grad_sum)
     return element
 
 

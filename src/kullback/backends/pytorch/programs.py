@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import rewriter
-from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS, SIDES, softmax_of
 from kullback.formula import TENSOR, Program, Symbol, Value, node, variable
 from kullback.problem import formula, has_corner
@@ -176,14 +175,14 @@ def program(kind: str, form: str, target_form: str, way: Way, outputs: tuple[str
     return Program({name: reuse(rewrite(element[name])) for name in outputs})
 
 
-LEAST_SHARE = 0.02  # with less one partial derivative is the difference of numbers that are larger by so much
+SMALL_SHARE = 0.02  # with less one partial derivative is the difference of numbers that are larger by so much
 
 
 def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     """Whether a row's sum of terms is found as that of partial derivatives. Where there is a corner they cancel."""
     if way is Way.PARTIALS:
-        is_share = 0 < parameter < 1 and DIVERGENCES[kind].parameter is not None
-        return not has_corner(kind) and not (is_share and min(parameter, 1 - parameter) < LEAST_SHARE)
+        is_small = 0 < parameter < SMALL_SHARE or 1 - SMALL_SHARE < parameter < 1  # 0 of a kind that has none
+        return not has_corner(kind) and not is_small
     return way is Way.FAST and traits(kind).is_sum_of_partials
 
 
@@ -198,7 +197,7 @@ class Traits(NamedTuple):
 def traits(kind: str) -> Traits:
     element = formula(kind, "logits", "logits").element
     rewrite = rewriter(_rule(Way.FAST))
-    term, *partials = (rewrite(element[name]) for name in ("term", "d_log_p", "d_log_q"))
+    term, *partials = (rewrite(element[name]) for name in ("term", *PARTIALS))
     is_sum = isinstance(term, Symbol) and term.op == "add" and {*term.args} == {*partials}
 
     def selects(*outputs: str) -> bool:
@@ -206,7 +205,7 @@ def traits(kind: str) -> Traits:
         return any(step.op == "select_near" for step in steps)
 
     # A partial derivative is off by a rounding of a mass where it wants a select; without, by one of itself.
-    if selects("d_log_p", "d_log_q"):
+    if selects(*PARTIALS):
         least = 0.04
     elif selects("term"):
         least = 1e-3 if is_sum else 0.02

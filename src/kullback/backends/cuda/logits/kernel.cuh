@@ -54,7 +54,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #if HAS_PEERS
     /* Other ranks get estimates as many rows before, too. */
     const auto send_next = [&](unsigned first) {
-        send_estimate(a, first + lane / Sample::PARTS * row_step(), lane % Sample::PARTS, next.estimated_max(a));
+        send_estimate(a, row_of_lane(first), lane % Sample::PARTS, next.estimated_max(a));
         take_next(first + Sample::ROWS * row_step());
     };
     send_next(first_row(group.index));
