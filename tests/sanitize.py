@@ -86,6 +86,12 @@ def labels():
             check(kullback.divergence(a, y, kind, labels=token, row_weight=weight, **weights), a)
             check(kullback.divergence(a, b, kind, labels=token, reduction="none", **weights), a, b)
             check(kullback.divergence(a * 1, y, kind, labels=token, inplace=True, **weights), a)
+    for vocab, dtype, padding in itertools.product(VOCABULARIES, DTYPES, PADDING):
+        a = rows(vocab, (dtype, dtype), padding)[0].requires_grad_()
+        token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
+        token[2] = -100
+        for reduction in ("mean", "none"):
+            check(kullback.divergence(a, None, labels=token, row_weight=weight, z_weight=1e-3, reduction=reduction), a)
 
 
 def short():

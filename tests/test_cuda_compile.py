@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kullback.backends.build import BuildError
-from kullback.backends.cuda import describe, literal, logits, plan, scale, topk
+from kullback.backends.cuda import cross_entropy, describe, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
 from kullback.backends.near import NARROW, WIDE, NearShape
@@ -336,6 +336,19 @@ def test_mixed_dtypes_and_helpers(arch):
     registers(inlined("cuda/ceiling.cuh", {}), arch)
 
 
+@pytest.mark.parametrize("vocab", [777, 16384, 32000, 128256, 262144])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_labels_alone(arch, vocab):
+    """No register spilled, and no warp in parts."""
+    chip = plan.SMALL_BLACKWELL if arch == "sm_120a" else plan.HOPPER
+    for dtype, wants_input, capped in itertools.product(DTYPES[:3], (False, True), (False, True)):
+        placed = plan.slices(vocab, dtype, chip, wants_input)
+        if placed is not None:
+            variant = cross_entropy.Variant(dtype, torch.float64, torch.float32, wants_input, capped)
+            code, _ = built(cross_entropy.source(variant, placed), arch)
+            assert arch != "sm_90a" or collectives(code) == 0
+
+
 HEADERS = sorted(str(path.relative_to(HERE.parent)) for path in HERE.rglob("*.cuh"))
 
 
@@ -440,6 +453,30 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip):
     assert turns <= 32  # a thread has a bit for each vector
     last = layout.slice_vectors - (tiles - 1) * layout.tile_vectors
     assert turns == (tiles - 1) * -(-layout.tile_vectors // threads) + -(-last // threads)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 7, 2049, 8192, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20])
+@pytest.mark.parametrize("chip", [plan.HOPPER, plan.SMALL_BLACKWELL, plan.NO_CHIP], ids=str)
+def test_slices_fit(vocab, dtype, gradient, chip):
+    """A block holds its slice, a multiprocessor its blocks, and a tile ends where all threads have read as often."""
+    placed = plan.slices(vocab, dtype, chip, gradient)
+    if dtype == torch.float64 or placed is None:
+        # What a block has for a row is less what it keeps of others.
+        assert dtype == torch.float64 or vocab * dtype.itemsize > chip.block_bytes * (8 - 1)
+        assert placed is None
+        return
+    assert placed.vectors * placed.cluster >= vocab // plan.width(dtype, dtype)
+    assert placed.tiles * placed.tile_vectors >= placed.vectors
+    assert placed.stages >= placed.tiles
+    assert placed.tile_vectors % (placed.threads - 32) == 0
+    assert (
+        placed.stages * placed.tile_vectors * plan.VECTOR_BYTES < placed.shared <= chip.block_bytes - plan.STATIC_BYTES
+    )
+    assert placed.blocks * (placed.shared + plan.STATIC_BYTES + plan.RESERVED_BYTES) <= chip.block_bytes
+    assert placed.threads % 32 == 0
+    assert placed.threads * placed.blocks <= 1024
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.tolerances import (
     FLOAT_GRADIENT,
     FLOAT_SUM,
     LOSS,
+    gradient,
     relative_error,
     share_misrounded,
 )
@@ -296,3 +297,24 @@ def test_no_host_synchronisation(case, kind):
     run()
     with no_synchronisation():
         run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [7, 777, 2000, 8192, 19_176, 50257, 128256, 151_939, 262144, 600_064])
+def test_labels_alone(vocab, dtype):
+    """Rows of a warp, of a block, of clusters, and those that no chip holds; more than are worked on at once."""
+    count = max(8, min(4096, (1 << 26) // vocab))
+    x = (3 * torch.randn(count, vocab, device="cuda")).to(dtype)
+    labels = torch.randint(vocab, (count,), device="cuda")
+    labels[1], x[2, labels[2]] = -100, 60.0
+    some = slice(0, 32)
+    leaf, ours = x[some].double().requires_grad_(), x.requires_grad_()
+    truth = oracle.labelled(torch.zeros(len(leaf), device="cuda"), leaf, labels[some], z=1e-3)
+    losses = kullback.divergence(ours, None, labels=labels, z_weight=1e-3, reduction="none")
+    assert relative_error(losses[some], truth) < LOSS
+    total = kullback.divergence(ours, None, labels=labels, z_weight=1e-3, reduction="sum")
+    assert relative_error(total, losses.double().sum()) < FLOAT_SUM
+    (expected,) = torch.autograd.grad(truth.sum(), leaf)
+    for found in (*torch.autograd.grad(total, ours), *torch.autograd.grad(losses.sum(), ours)):
+        assert relative_error(found[some], expected) < gradient(dtype)
+        assert found.isfinite().all()

@@ -19,7 +19,7 @@ from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
-from kullback.tracing import in_functorch
+from kullback.tracing import in_functorch, is_traced
 from kullback.work import Operands, as_rows
 
 if TYPE_CHECKING:
@@ -296,8 +296,11 @@ def _without_target(
     label_smoothing: float,
     **options: Any,
 ) -> Tensor:
-    """The cross-entropy of labels: the kl of a teacher that is known at one token, and sure of it."""
-    if label_smoothing and labels is not None:  # of a target that is the input nothing is lost, nor differentiated
+    """The cross-entropy of labels: beside the input's divergence from itself, which is 0 and so are its derivatives.
+
+    Where no kernel reads such rows once: the kl of a teacher that is known at one token, and sure of it.
+    """
+    if labels is not None and (label_smoothing or _is_read_once(input, form, options)):
         return divergence(
             input,
             input.detach(),
@@ -321,6 +324,12 @@ def _without_target(
         z_weight=z_weight,
         **{"target_temperature": 1.0, **options},
     )
+
+
+def _is_read_once(input: Tensor, form: str, options: dict[str, Any]) -> bool:
+    """Whether a kernel has the labels of whole rows."""
+    is_plain = isinstance(input, Tensor) and input.dim() > 0 and input.is_floating_point() and not is_traced(input)
+    return is_plain and form == "logits" and options.get("group") is None and backends.has_labels_alone(input)
 
 
 def _sure_of(labels: Tensor | None, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:

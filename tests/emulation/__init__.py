@@ -18,7 +18,7 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import describe, literal, logits, plan, scale, source, topk
+from kullback.backends.cuda import cross_entropy, describe, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
 # Without -fno-gnu-unique libraries share what inline functions have as shared memory, of whatever size.
@@ -26,7 +26,7 @@ SHARED = ("-fno-gnu-unique", "-shared", "-fPIC")
 FLAGS = ("-std=c++17", "-Og", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", *SHARED)
 HEADERS = re.findall(r"#include <.*>", (HERE / "gpu.h").read_text())
 KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
-MODULES = describe, literal, logits, scale, topk
+MODULES = cross_entropy, describe, literal, logits, scale, topk
 
 
 def inlined(name, printed):
@@ -99,9 +99,10 @@ def emulated(monkeypatch):
     for module in MODULES:
         monkeypatch.setattr(module, "Launcher", Launcher)
         monkeypatch.setattr(module, "inlined", inlined)
-    for module in (literal, logits):
+    for module in (cross_entropy, literal, logits):
         monkeypatch.setattr(module, "workspace", workspace)
     monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
+    monkeypatch.setattr(cuda, "has_labels_alone", cross_entropy.has_place)
     monkeypatch.setattr(logits, "chip_of", lambda index: plan.NO_CHIP)
     monkeypatch.setattr(logits, "admitted", lambda index, chip: chip)
     for each in caches:

@@ -131,6 +131,11 @@ def asks_peers(work: Rows) -> bool:
     return forced() in (None, "cuda") and cuda.asks_peers(work)
 
 
+def has_labels_alone(rows: torch.Tensor) -> bool:
+    """Whether kernels read such rows of logits once where they are compared with themselves, for their labels alone."""
+    return forced() in (None, "cuda") and cuda.has_labels_alone(rows)
+
+
 def why_not_with_peers(work: Rows) -> str | None:
     """Why this rank's part of such rows cannot take part, or None."""
     return cuda.why_not_with_peers(work)

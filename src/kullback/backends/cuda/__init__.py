@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-from kullback.backends.cuda import describe, literal, logits, scale, topk
+from kullback.backends.cuda import cross_entropy, describe, literal, logits, scale, topk
 from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
 
 OLDEST = (7, 5)
@@ -31,6 +31,11 @@ def asks_peers(work: Rows) -> bool:
 def why_not_with_peers(work: Rows) -> str | None:
     """Why this rank's part of such rows cannot take part, or None."""
     return why_not(work) or logits.why_not_on_chip(work)
+
+
+def has_labels_alone(rows: torch.Tensor) -> bool:
+    """Whether kernels read such rows of logits once where they are compared with themselves, for their labels alone."""
+    return rows.is_cuda and unavailable(rows.get_device()) is None and cross_entropy.has_place(rows)
 
 
 def why_not_here(work: Work) -> str | None:
@@ -59,8 +64,10 @@ def run(work: Work) -> None:
     if isinstance(work, Rows):
         if work.has_nothing_to_read:
             work.write_nothing()
+        elif not work.problem.has_logits:
+            literal.run(work)
         else:
-            (logits if work.problem.has_logits else literal).run(work)
+            (cross_entropy if cross_entropy.takes(work) else logits).run(work)
     elif isinstance(work, Scale):
         scale.run(work)
     elif isinstance(work, Gather):

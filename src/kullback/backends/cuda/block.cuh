@@ -9,7 +9,7 @@ namespace kullback {
 /* Every thread of the block gets the sum. */
 INLINE double block_sum(double value)
 {
-    __shared__ double warps[THREADS / WARP];
+    SHARED_ARRAY(double, warps, THREADS / WARP);
     value = warp_sum(value);
     __syncthreads(); /* the sum before may still be being read */
     if (threadIdx.x % WARP == 0)
@@ -24,15 +24,15 @@ INLINE double block_sum(double value)
 /* The last block to arrive adds the blocks' sums in order, and resets the ticket for the next launch. */
 INLINE bool grid_sum(double value, double *partial, unsigned *ticket, double *result)
 {
-    __shared__ bool is_last;
+    SHARED_ARRAY(bool, is_last, 1);
     const double mine = block_sum(value);
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = mine;
         __threadfence();
-        is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        is_last[0] = atomicAdd(ticket, 1u) == gridDim.x - 1;
     }
     __syncthreads();
-    if (!is_last)
+    if (!is_last[0])
         return false;
     __threadfence();
     double sum = 0;

@@ -63,6 +63,11 @@
 #define FROM_PROBS 0
 #endif
 
+#ifndef IGNORED
+#define IGNORED (-100) /* cross_entropy.cuh: the label of a row that has none; rows of which numbers may be exchanged at once */
+#define EXCHANGE_SLOTS 2
+#endif
+
 #ifndef HAS_TARGET
 #define HAS_TARGET 1 /* describe.cuh: whether there are two sides, and they have one temperature */
 #define ONE_TEMPERATURE 1

@@ -125,6 +125,7 @@ class Chip(NamedTuple):
 NO_CHIP = Chip()
 NO_COPIES = Chip(cluster=0)  # where tensors are out of phase: no row is on any chip, not even a short one
 HOPPER, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 9.0 and 10.0, and 12.0
+RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
 BARRIER_BYTES, ROW_MAX_BYTES, LABEL_BYTES = 8, 8, 16
@@ -144,6 +145,49 @@ SHORT_LANES, ONE_WAY_LANES = ((32, 8), (48, 16), (math.inf, 32)), ((64, 8), (112
 # Of a block, at most. With what a kernel declares, every device has 48 KiB of shared memory without being asked.
 SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
+
+
+# Of one tensor's rows that are read once: threads that read a slice, and blocks of a multiprocessor, as many as fit.
+# Without a gradient more rows at once hide latency; with one fewer are faster, of more threads.
+SHORT_SLICE_BLOCKS = (32, 12), (96, 6)
+MANY_SLICE_BLOCKS, FEW_SLICE_BLOCKS = (*SHORT_SLICE_BLOCKS, (224, 3)), (*SHORT_SLICE_BLOCKS, (224, 2), (480, 1))
+ONE_WARP_VECTORS = 256  # that a warp may have for itself
+SLICE_TILES = 2
+
+
+class Slices(NamedTuple):
+    """How one tensor's rows are laid over the blocks of a cluster."""
+
+    cluster: int  # blocks that share a row
+    vectors: int  # of a row in a block, at most
+    tiles: int  # that they take
+    tile_vectors: int
+    stages: int  # tiles that a block holds
+    threads: int  # of a block, with those of the producer
+    blocks: int  # of a multiprocessor: bounds the registers
+    shared: int  # bytes of dynamic shared memory a block
+
+
+@functools.cache
+def slices(vocab: int, x: torch.dtype, chip: Chip, gradient: bool) -> Slices | None:
+    """For rows of which a softmax is all that is wanted, by the smallest clusters that hold them; or None."""
+    if not chip.block_bytes or x is torch.float64:
+        return None
+    for cluster in (c for c in CLUSTERS if c <= PORTABLE_CLUSTER):
+        vectors = math.ceil(vocab // width(x, x) / cluster)
+        choice = () if gradient else MANY_SLICE_BLOCKS
+        for threads, blocks in choice + (FEW_SLICE_BLOCKS if gradient or cluster == PORTABLE_CLUSTER else ()):
+            if threads == 32 and vectors > ONE_WARP_VECTORS:
+                continue
+            tile = max(1, math.ceil(vectors / SLICE_TILES / threads)) * threads
+            tiles, stage_bytes = math.ceil(vectors / tile), tile * VECTOR_BYTES + 2 * BARRIER_BYTES
+            exchange_bytes = EXCHANGE_SLOTS * (cluster * threads // 32 * PARTIAL_BYTES + BARRIER_BYTES)
+            room = chip.block_bytes // blocks - RESERVED_BYTES - STATIC_BYTES - exchange_bytes
+            stages = min(room // stage_bytes, 2 * max(tiles, 1))
+            if stages >= max(tiles, 1):
+                shared = stages * stage_bytes + exchange_bytes
+                return Slices(cluster, vectors, tiles, tile, stages, threads + 32, blocks, shared)
+    return None
 
 
 @functools.cache

@@ -63,6 +63,17 @@ template <typename T> INLINE void store(T *p, const Packed<T> &value)
         __stcs((uint4 *)p + i, parts[i]);
 }
 
+/* From shared memory, in whole vectors: element by element threads would meet at the same banks. */
+template <typename T> INLINE Packed<T> ld_shared(int address)
+{
+    Packed<T> result;
+    uint4 *parts = (uint4 *)&result;
+#pragma unroll
+    for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
+        parts[i] = ld_shared_v4(address + i * VECTOR_BYTES);
+    return result;
+}
+
 template <typename T> INLINE bool is_aligned(const T *p)
 {
     return ((unsigned long long)p & (VECTOR_BYTES - 1)) == 0;

@@ -165,17 +165,6 @@ INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
     return slice;
 }
 
-/* In whole vectors: element by element threads would meet at the same banks. */
-template <typename T> INLINE Packed<T> ld_shared(int address)
-{
-    Packed<T> result;
-    uint4 *parts = (uint4 *)&result;
-#pragma unroll
-    for (int i = 0; i < (int)sizeof result / VECTOR_BYTES; i++)
-        parts[i] = ld_shared_v4(address + i * VECTOR_BYTES);
-    return result;
-}
-
 #if RESIDENT
 /* Calls f(the pipeline at the tile's stage, the tile's first vector of the slice, its vectors) for the tiles of a slice. */
 template <typename F> INLINE void each_tile(const Slice &slice, Pipeline pipeline, F f)

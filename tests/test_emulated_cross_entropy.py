@@ -1,0 +1,96 @@
+"""The CUDA kernel of labels alone where there is no GPU: its own code on a CPU."""
+
+import math
+from math import inf
+
+import pytest
+import torch
+
+import kullback
+from kullback.backends.cuda import cross_entropy, plan
+from tests import emulation, oracle
+from tests.samples import sample
+from tests.tolerances import LOSS, gradient, relative_error
+
+pytestmark = pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+
+# Rows without a vector, of a warp, of two tiles of which the last is shorter; on chips of less memory, of clusters
+CASES = [
+    (3, plan.HOPPER),
+    (250, plan.HOPPER),
+    (2601, plan.Chip(32 << 10)),
+    (5003, plan.Chip(20 << 10)),
+    (9001, plan.Chip(24 << 10)),
+]
+
+
+@pytest.fixture
+def kernel_runs(monkeypatch):
+    """The works of the kernel: what another does would be right all the same."""
+    runs, run = [], cross_entropy.run
+
+    def watched(work):
+        runs.append(work)
+        run(work)
+
+    monkeypatch.setattr(cross_entropy, "run", watched)
+    return runs
+
+
+@pytest.mark.parametrize(("vocab", "chip"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_values_and_gradients(backend, monkeypatch, generator, kernel_runs, vocab, chip, dtype, softcap):
+    """More rows than clusters: an ignored one, one that is not read, one of a sole token, a sure one, one far from 0.
+
+    Both reductions, from memory that is in phase with the gradient's and from memory that is not.
+    """
+    emulation.on_chip(monkeypatch, chip)
+    x, labels = sample("logits", (9, vocab), generator, dtype), torch.randint(0, vocab, (9,), generator=generator)
+    labels[0], labels[1], labels[2] = 0, vocab - 1, -100
+    weight = torch.tensor([1.0, 2.0, 1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 3.0])
+    x[4], x[4, labels[4]], x[5, labels[5]] = -inf, -200.0, 60.0
+    x[6] += 100
+    leaf = x.double().requires_grad_()
+    counted = leaf if softcap is None else softcap * torch.tanh(leaf / softcap)
+    truth = weight * oracle.labelled(torch.zeros(9), counted, labels, label=0.7, z=0.01, temperature=1.5)
+    x[3] = math.nan
+    around, upstream = torch.full((9, vocab + 11), math.nan, dtype=dtype), torch.linspace(1, 2, 9)
+    options = {"label_weight": 0.7, "z_weight": 0.01, "temperature": 1.5, "softcap": softcap, "row_weight": weight}
+    for first in (0, 3):
+        ours = around[:, first : first + vocab].copy_(x).detach().requires_grad_()
+        losses = kullback.divergence(ours, None, labels=labels, **options, reduction="none")
+        assert relative_error(losses, truth) < LOSS
+        total = kullback.divergence(ours, None, labels=labels, **options, reduction="sum")
+        assert relative_error(total, truth.sum()) < LOSS
+        for loss, of_rows in ((losses, upstream), (total, None)):
+            weighted = truth.sum() if of_rows is None else (truth * of_rows).sum()
+            (expected,) = torch.autograd.grad(weighted, leaf, retain_graph=True)
+            (found,) = torch.autograd.grad(loss, ours, of_rows)
+            assert relative_error(found, expected.nan_to_num()) < gradient(dtype)
+            assert found[2:4].count_nonzero() == 0
+    assert {work.verb for work in kernel_runs} == {"loss", "gradient"}
+    assert len(kernel_runs) == 2 * (4 if dtype == torch.float16 else 3)
+
+
+def test_masked_labels_lose_infinitely(backend, monkeypatch, generator, kernel_runs):
+    emulation.on_chip(monkeypatch)
+    x = sample("logits", (2, 700), generator, torch.float32)
+    x[0, 13] = -inf
+    losses = kullback.divergence(x, None, labels=torch.tensor([13, 14]), reduction="none")
+    assert losses[0] == inf
+    assert losses[1].isfinite()
+    assert len(kernel_runs) == 1
+
+
+def test_states_serve_another_kernel(backend, monkeypatch, generator, kernel_runs):
+    """Where saved tensors are copied, a backward sees two tensors and not one."""
+    emulation.on_chip(monkeypatch)
+    x = sample("logits", (4, 700), generator, torch.float32).requires_grad_()
+    labels, leaf = torch.tensor([3, 0, -100, 699]), x.detach().double().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        losses = kullback.divergence(x, None, labels=labels, z_weight=0.1, reduction="none")
+        (found,) = torch.autograd.grad(losses.sum(), x)
+    truth = oracle.labelled(torch.zeros(4), leaf, labels, z=0.1).sum()
+    assert relative_error(found, torch.autograd.grad(truth, leaf)[0]) < gradient(torch.float32)
+    assert len(kernel_runs) == 1
