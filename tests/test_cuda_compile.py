@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kullback.backends.build import BuildError
-from kullback.backends.cuda import cross_entropy, describe, literal, logits, plan, scale, topk
+from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
 from kullback.backends.near import NARROW, WIDE, NearShape
@@ -324,6 +324,7 @@ def test_mixed_dtypes_and_helpers(arch):
     for dtype in DTYPES:
         registers(topk.source(dtype, "logits", False), arch)
         registers(topk.entries_source(dtype, "log_probs"), arch)
+        registers(labels.source(dtype), arch)
         if arch == "sm_90a" or dtype == torch.bfloat16:
             registers(describe.source(describe.Variant(dtype, dtype)), arch)
         if arch == "sm_90a":

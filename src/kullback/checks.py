@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
 import torch
 from torch import Tensor, distributed
 
-from kullback import words
+from kullback import backends, words
 from kullback.choices import Reduction, Tail
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
@@ -33,6 +33,7 @@ from kullback.problem import (
     accumulator,
 )
 from kullback.tracing import has_memory, in_functorch, is_symbolic, is_traced, untransformed
+from kullback.work import Labels
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -342,6 +343,9 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         if values is None:  # a transform that is traced sees none
             return
         labels = values
+    if labels.device.type != "cpu" and has_memory(labels) and not torch.compiler.is_compiling():
+        backends.run(Labels(labels, vocab))
+        return
     right = (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
     if labels.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")

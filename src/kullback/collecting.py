@@ -17,7 +17,7 @@ from kullback.backends.pytorch.piece import capped
 from kullback.labels import in_slice
 from kullback.problem import Problem, accumulator
 from kullback.tracing import is_traced
-from kullback.work import Describe, Operands, as_rows, row_vector
+from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 
 
 class LossStatistics(NamedTuple):
@@ -75,11 +75,13 @@ def end(begun: Sequence[Begun]) -> None:
     into = _collected.get()
     if into is None or not begun:
         return
-    lse, of_rows = begun[0].figures if len(begun) == 1 else torch.cat([part.figures for part in begun], -1)
-    logits = [part.logit for part in begun if part.logit is not None]
-    own = torch.cat(logits) - lse if logits else None
-    shape = begun[0].shape if len(begun) == 1 else lse.shape
-    numbers = (None if n is None else n.to(begun[0].dtype).view(shape) for n in (lse, of_rows, own))
+    figures, logits, shape = begun[0].figures, begun[0].logit, begun[0].shape
+    if len(begun) > 1:
+        figures = torch.cat([part.figures for part in begun], -1)
+        logits = None if logits is None else torch.cat([part.logit for part in begun if part.logit is not None])
+        shape = figures.shape[1:]
+    own = None if logits is None else (logits - figures[0]).to(begun[0].dtype)
+    numbers = (None if n is None else n.view(shape) for n in (*figures.to(begun[0].dtype), own))
     into.append(LossStatistics(*numbers))  # type: ignore[arg-type]
 
 
@@ -106,9 +108,13 @@ def of_no_rows(hidden: Tensor, labels: Tensor | None) -> Begun:
 
 def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none."""
+    if not problem.shard.group and not is_traced(x):
+        logits = x.new_empty(x.size(0), dtype=accumulator(x))
+        backends.run(Labels(labels, x.size(1), problem.input, x, logits))
+        return logits
     if not problem.shard.group:
-        return torch.where(labels < 0, torch.nan, label_logits(problem, x, labels))
-    own = label_logits(problem, x, in_slice(labels, problem.shard.first_token, x.size(1)))
+        return torch.where(labels < 0, torch.nan, label_logits(problem.input, x, labels))
+    own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)))
     whole = parallel.all_gather(own, parallel.resolved(problem.shard.group)).sum(0)
     return torch.where(labels < 0, torch.nan, whole)
 

@@ -166,7 +166,7 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
         backends.run(Rows(problem, operands, "statistics", found=stats))
         labels = _own_labels(work)
         if labels is not None:
-            logit = label_logits(problem, problem.narrow(as_rows(operands.input)), labels)
+            logit = label_logits(problem.input, problem.narrow(as_rows(operands.input)), labels)
         known = all_gather(torch.cat([stats, logit.unsqueeze(0)]) if problem.is_mixed else stats, group)
         merged = merge_stats(problem, [unpacked(RowStats, piece[: len(stats)]) for piece in known])
         stats = _pack(problem, merged)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import DESCRIBED
-from kullback.problem import Problem, accumulator
+from kullback.problem import Problem, Side, accumulator
 from kullback.state import Mode, RowStats
 
 Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]
@@ -254,6 +254,20 @@ class Scale(NamedTuple):
         return self.gradient
 
 
+class Labels(NamedTuple):
+    """Labels, each a token or IGNORED: another stops a device. With an input its logits there, as they count."""
+
+    labels: Tensor  # int64, [rows] with an input
+    vocab: int
+    side: Side = Side("logits")  # how the input is to be read
+    input: Tensor | None = None  # [rows, vocab]
+    logits: Tensor | None = None  # [rows] of the accumulator's dtype, to be written; NaN where there is no label
+
+    @property
+    def first_tensor(self) -> Tensor:
+        return self.labels
+
+
 NUMBERS = ("lse", "entropy", "target_lse", "target_entropy", *DESCRIBED)
 TOKENS = ("top_token", "label_rank", "target_top_token", "target_label_rank")
 
@@ -279,7 +293,7 @@ class Describe(NamedTuple):
 
 
 # The `first_tensor` of each is one that it reads; all are on its device.
-Work: TypeAlias = Rows | Entries | Gather | Scatter | Describe | Scale
+Work: TypeAlias = Rows | Entries | Gather | Scatter | Describe | Labels | Scale
 
 
 def is_put_off(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import cross_entropy, describe, literal, logits, plan, scale, source, topk
+from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
 # Without -fno-gnu-unique libraries share what inline functions have as shared memory, of whatever size.
@@ -26,7 +26,7 @@ SHARED = ("-fno-gnu-unique", "-shared", "-fPIC")
 FLAGS = ("-std=c++17", "-Og", "-march=native", "-fno-strict-aliasing", "-fpermissive", "-w", *SHARED)
 HEADERS = re.findall(r"#include <.*>", (HERE / "gpu.h").read_text())
 KINDS = {"double": ctypes.c_double, "long long": ctypes.c_int64}
-MODULES = cross_entropy, describe, literal, logits, scale, topk
+MODULES = cross_entropy, describe, labels, literal, logits, scale, topk
 
 
 def inlined(name, printed):

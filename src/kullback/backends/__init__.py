@@ -12,7 +12,7 @@ import torch
 
 from kullback.backends import c, cuda, pytorch
 from kullback.backends.build import BuildError
-from kullback.work import Rows, Scale, Work
+from kullback.work import Labels, Rows, Scale, Work
 
 
 class Backend(Protocol):
@@ -117,7 +117,7 @@ def run(work: Work, only: str | None = None) -> None:
             refused[name] = reason
         else:
             raise RuntimeError(f"backend {only!r} was asked for and cannot run: {refused}")
-        if isinstance(part, Scale):  # of what a part before it has written
+        if isinstance(part, Labels | Scale):  # beside a part
             continue
         _parts[part.verb if isinstance(part, Rows) else type(part).__name__.lower()] = name
         if refused:

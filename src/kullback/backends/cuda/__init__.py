@@ -7,8 +7,8 @@ import importlib.util
 
 import torch
 
-from kullback.backends.cuda import cross_entropy, describe, literal, logits, scale, topk
-from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
+from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, scale, topk
+from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work
 
 OLDEST = (7, 5)
 
@@ -44,6 +44,8 @@ def why_not_here(work: Work) -> str | None:
         return logits.why_not(work) if work.problem.has_logits else None
     if isinstance(work, Scale):
         return None if work.gradient.is_contiguous() else "the gradient's elements do not lie side by side"
+    if isinstance(work, Labels):
+        return None
     return describe.why_not(work) if isinstance(work, Describe) else topk.why_not(work)
 
 
@@ -76,5 +78,7 @@ def run(work: Work) -> None:
         topk.scatter(work)
     elif isinstance(work, Describe):
         describe.run(work)
+    elif isinstance(work, Labels):
+        labels.run(work)
     else:
         topk.entries(work)

@@ -14,9 +14,9 @@ from torch import Tensor
 from kullback import labels as of_rows
 from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
-from kullback.problem import Problem, accumulator
+from kullback.problem import IGNORED, Problem, Side, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
-from kullback.work import Describe, Gather, Rows, Scale, Scatter, Work
+from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work
 
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
 CPU_CHUNK = 1 << 19
@@ -40,8 +40,18 @@ def run(work: Work) -> None:
     elif isinstance(work, Describe):
         for part in _parts(work.input.size(0), max(1, _chunk(work.input) // max(1, work.input.size(1)))):
             describe.write(work.narrow(part), run)
+    elif isinstance(work, Labels):
+        _labels(work)
     else:
         topk.write_entries(work)
+
+
+def _labels(work: Labels) -> None:
+    labels = work.labels
+    right = (labels == IGNORED) | ((labels >= 0) & (labels < work.vocab))
+    torch._assert_async(right.all(), f"labels must lie from 0 to {work.vocab - 1}, or be {IGNORED}")
+    if work.input is not None and work.logits is not None:
+        work.logits.copy_(label_logits(work.side, work.input, labels)).masked_fill_(labels < 0, torch.nan)
 
 
 def _rows(work: Rows) -> None:
@@ -165,7 +175,7 @@ class Chunk:
     def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
         nothing = self.x.new_zeros(self.x.size(0), dtype=accumulator(self.x))
-        logit = nothing if labels is None else label_logits(self.problem, self.x, labels)
+        logit = nothing if labels is None else label_logits(self.problem.input, self.x, labels)
         if not self.problem.weights.smoothing:
             return logit, nothing
         side = self.problem.input
@@ -195,9 +205,8 @@ class Chunk:
             piece.write(outputs, state, grad_out, skips, marks)
 
 
-def label_logits(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
+def label_logits(side: Side, x: Tensor, labels: Tensor) -> Tensor:
     """Of rows [rows, vocab] of logits, as they count; 0 where there is none here."""
-    side = problem.input
     if not x.size(1):
         return x.new_zeros(x.size(0), dtype=accumulator(x))
     # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.

@@ -1,4 +1,4 @@
-"""The CUDA kernel of labels alone where there is no GPU: its own code on a CPU."""
+"""CUDA kernels of labels where there is no GPU: their own code on a CPU."""
 
 import math
 from math import inf
@@ -7,7 +7,11 @@ import pytest
 import torch
 
 import kullback
+from kullback.backends import pytorch
 from kullback.backends.cuda import cross_entropy, plan
+from kullback.backends.cuda import labels as of_labels
+from kullback.problem import Side
+from kullback.work import Labels
 from tests import emulation, oracle
 from tests.samples import sample
 from tests.tolerances import LOSS, gradient, relative_error
@@ -94,3 +98,18 @@ def test_states_serve_another_kernel(backend, monkeypatch, generator, kernel_run
     truth = oracle.labelled(torch.zeros(4), leaf, labels, z=0.1).sum()
     assert relative_error(found, torch.autograd.grad(truth, leaf)[0]) < gradient(torch.float32)
     assert len(kernel_runs) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("side", [Side("logits"), Side("logits", 1.7, 5.0)], ids=str)
+def test_logits_of_labels(backend, generator, dtype, side):
+    """Of rows of a larger tensor, more than a block's; NaN where there is no label."""
+    x = sample("logits", (300, 41), generator, dtype)[:, 3:40]
+    labels = torch.randint(0, 37, (300,), generator=generator)
+    labels[5] = -100
+    expected, found = (torch.empty(300, dtype=torch.float64) for _ in range(2))
+    pytorch.run(Labels(labels, 37, side, x, expected))
+    of_labels.run(Labels(labels, 37, side, x, found))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+    assert found.isnan().nonzero().tolist() == [[5]]
+    of_labels.run(Labels(labels, 37))
