@@ -406,9 +406,10 @@ def test_every_operation_exists_under_every_prefix(prefix):
 def test_the_polynomial_of_close_rows():
     """As exact as docs/numerics.md says."""
     text = (HERE / "logits/fast_math.cuh").read_text()
-    body = text.split("near_small_exp_remainder(real d)")[1].split("return")[0].replace("sum * d - ", "-")
+    body = text.split("near_small_exp_slope(real d)")[1].split("return")[0].replace("sum * d - ", "-")
     factors = list(map(float, re.findall(r"(-?[0-9.]+(?:e-\d)?)f;", body)))
-    d = torch.linspace(-1, 1, 2000, dtype=torch.float64)
+    radius = float(re.findall(r"NEAR_ELEMENT_RADIUS ([0-9.]+)f", text)[0])
+    d = torch.linspace(-radius, radius, 2000, dtype=torch.float64)
     found = sum(factor * d**power for power, factor in enumerate(reversed(factors)))
     error = (found / ((torch.expm1(-d) + d) / d**2) - 1).abs()
     assert len(factors) == 6

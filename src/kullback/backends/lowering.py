@@ -19,7 +19,6 @@ from kullback.formula import (
     absolute,
     node,
     select_near,
-    small_exp_remainder,
     small_expm1,
     variable,
     where,
@@ -37,15 +36,25 @@ def near_element(kind: str) -> Mapping[str, Value]:
     """The same of an element of logits in a row that is near.
 
     Its log-ratio is small, and nothing is chosen by its size. By the ratio and one mass the difference of masses is
-    found, so that what that mass is off by is a factor of both.
+    found, so that what that mass is off by is a factor of both. Where `has_sum_in_masses`, masses are to be multiplied
+    by 1 - Σ d_log_q, and the sum divided by it: then the gradient of logits takes an operation less.
     """
-    lower = rewriter(_lower_near)
-    element = {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
-    slope, excess = (quotient(element[name], element["p"]) for name in ("d_log_q", "q_minus_p"))
-    if slope is not None and slope is excess:  # the gradient of logits has p as a factor, too: q is p·(1 + excess)
-        grad_sum = softmax_of("input").grad_sum
-        element["input"] = element["p"] * (slope * (1.0 - grad_sum) - grad_sum)
+    element = _near_element(kind)
+    if has_sum_in_masses(kind):  # p·(slope·(1 - sum) - sum), since q is p·(1 + slope)
+        element["input"] = element["d_log_q"] - element["p"] * softmax_of("input").grad_sum
     return element
+
+
+def has_sum_in_masses(kind: str) -> bool:
+    """Whether d_log_q is q - p, and so has p as a factor."""
+    element = _near_element(kind)
+    slope, excess = (quotient(element[name], element["p"]) for name in ("d_log_q", "q_minus_p"))
+    return slope is not None and slope is excess
+
+
+def _near_element(kind: str) -> dict[str, Value]:
+    lower = rewriter(_lower_near)
+    return {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
 
 
 WITH_CORNER = next(filter(has_corner, DESCRIBED))  # the only one
@@ -109,7 +118,10 @@ def _lower(op: str, args: tuple[Value, ...]) -> Value:
 def _lower_near(op: str, args: tuple[Value, ...]) -> Value:
     match op, args:
         case "mass_difference", (p, _, ratio):
-            return p * (small_exp_remainder(ratio) - ratio)
+            of_p = p * ratio
+            return of_p * node("small_exp_slope", ratio) - of_p
+        case "mul", (mass, Symbol(op="small_exp_remainder", args=(d,))):  # so that a sum of them has one product each
+            return mass * d * node("small_exp_slope", d)
         case "select_near", (_, _, near, _):
             return near
     return _lower(op, args)

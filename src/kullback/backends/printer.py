@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kullback.backends.lowering import WITH_CORNER, described_terms, lowered, near_element, slopes_of
+from kullback.backends.lowering import (
+    WITH_CORNER,
+    described_terms,
+    has_sum_in_masses,
+    lowered,
+    near_element,
+    slopes_of,
+)
 from kullback.backends.near import MOST_TERMS, NEAR_TOLERANCE, WIDE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
@@ -279,15 +286,21 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 def _print_near_element(kind: str, names: dict[str, str]) -> str:
     """`near_element`, of kinds that are the mean of a log-ratio.
 
-    Macros say whether there is one, and whether the row's Σ d_log_q may be other than 0.
+    Macros say whether there is one, whether the row's Σ d_log_q may be other than 0, and whether it is in masses.
     """
     moments = moments_of(kind)
     if moments is None or moments.exponent is not None or len(_moments_in(moments.sums)) != 1:
         return print_macros({"HAS_NEAR_ELEMENT": 0})
     of_q, element = moments.sums.outputs["d_log_q"], near_element(kind)
-    macros = print_macros({"HAS_NEAR_ELEMENT": 1, "HAS_D_LOG_Q_SUM": not (isinstance(of_q, float) and of_q == 0)})
+    macros = print_macros(
+        {
+            "HAS_NEAR_ELEMENT": 1,
+            "HAS_D_LOG_Q_SUM": not (isinstance(of_q, float) and of_q == 0),
+            "SUM_IN_MASSES": has_sum_in_masses(kind),
+        }
+    )
     text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
-    return macros + re.sub(r"fast_(element|logit_ratio|small_exp_remainder)\b", r"near_\1", text)
+    return macros + re.sub(r"fast_(element|logit_ratio|small_exp_slope)\b", r"near_\1", text)
 
 
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:

@@ -112,8 +112,8 @@ INLINE real near_logit_ratio(real y, real, real y_scale, real x, real, real x_sc
     return safe_logit_difference(y, y_scale, x, x_scale, high, low);
 }
 
-/* Up to NEAR_ELEMENT_RADIUS: what is off grows with d² from 5e-7 of it to 4e-6. */
-INLINE real near_small_exp_remainder(real d)
+/* (e^-d - 1 + d) / d, up to NEAR_ELEMENT_RADIUS: what is off grows with d² from 5e-7 of it to 4e-6. */
+INLINE real near_small_exp_slope(real d)
 {
     real sum = -1.9905777e-4f;
     sum = sum * d + 1.4196821e-3f;
@@ -121,7 +121,7 @@ INLINE real near_small_exp_remainder(real d)
     sum = sum * d + 4.1658856e-2f;
     sum = sum * d - 0.16666631f;
     sum = sum * d + 0.50000018f;
-    return d * d * sum;
+    return d * sum;
 }
 
 /* a·p + b·q, of which logarithm and reciprocal are numbers */

@@ -14,14 +14,19 @@ INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input 
 
 /* Whether `near_element` serves a row of which hardly an element is far: temperatures are equal; log-sum-exps differ by so little, 32
    nats, that the square of half a unit in its last place is nothing; and masses multiplied by what is upstream are masses still. */
-INLINE bool is_in_reach(const Slice &slice, const RowStats &stats)
+INLINE bool is_in_reach(const Slice &slice, const Pipeline &pipeline, const RowStats &stats)
 {
     const Arguments &a = slice.a;
+    float without_sum = 1;
+#if IS_MIXED
+    if (SUM_IN_MASSES)
+        without_sum -= mixed_sum(a, label_of(pipeline), stats, 0, 1);
+#endif
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);
     const float y_log2_z = log2_z(stats.y_max, stats.y_sum_exp, inv_temperature);
     const double loss = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
-    const float upstream = upstream_of(GradOut(a, (float)loss));
+    const float upstream = upstream_of(GradOut(a, (float)loss)) * without_sum;
     return warp_all(has_one_temperature(a) && fabsf(y_log2_z - x_log2_z) < 46 && upstream > 1e-18f && upstream < 1e18f);
 }
 
@@ -45,6 +50,12 @@ struct CloseElements {
         : row(fast), in_masses(grad_out), factor(upstream_of(grad_out))
     {
         in_masses.input = in_masses.target = 1;
+        if (IS_MIXED && SUM_IN_MASSES) {
+            const float without_sum = 1 - fast.input_grad_sum;
+            factor *= without_sum;
+            row.input_grad_sum = fast.input_grad_sum / without_sum;
+            in_masses.target = 1 / without_sum;
+        }
         row.input_max = opaque(row.input_max - lg2(factor)); /* else both are found again for each vector */
         row.target_max = opaque(row.target_max - lg2(factor));
         row.log_z_diff_high = (float)log_z_diff_of(a, stats);

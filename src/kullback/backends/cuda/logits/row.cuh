@@ -260,7 +260,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #if HAS_NEAR_ELEMENT
     else if (REFINES_HEAVY && !are_few() && seems_near())
         near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
-    else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, stats) && (seems_near() || is_foreseen()))
+    else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, pipeline, stats) && (seems_near() || is_foreseen()))
         near(true);
 #endif
     else if (is_foreseen())
@@ -272,7 +272,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
         const bool is_close = are_few();
 #if HAS_NEAR_ELEMENT
-        const bool by_ratios = is_close && is_in_reach(slice, stats), by_powers = false;
+        const bool by_ratios = is_close && is_in_reach(slice, pipeline, stats), by_powers = false;
 #else
         const bool by_ratios = HAS_NEAR, by_powers = is_close && !HAS_NEAR && SUMS_WHILE_WRITING;
 #endif
