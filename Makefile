@@ -70,7 +70,7 @@ test-gpus:                       ## on a machine with two CUDA devices: NCCL
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck; do \
 	  PYTHONPATH=src $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py || exit 1; done
-	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits labels short literal topk describe
+	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits labels alone short literal topk describe
 
 mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place at a time; lists what no test noticed
 	$(BIN)/python -m tests.mutate

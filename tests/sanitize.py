@@ -1,6 +1,6 @@
 """What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [short] [literal] [topk] [linear]
+    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [alone] [short] [literal] [topk] ...
 
 Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
 """
@@ -86,8 +86,13 @@ def labels():
             check(kullback.divergence(a, y, kind, labels=token, row_weight=weight, **weights), a)
             check(kullback.divergence(a, b, kind, labels=token, reduction="none", **weights), a, b)
             check(kullback.divergence(a * 1, y, kind, labels=token, inplace=True, **weights), a)
-    for vocab, dtype, padding in itertools.product(VOCABULARIES, DTYPES, PADDING):
-        a = rows(vocab, (dtype, dtype), padding)[0].requires_grad_()
+
+
+def alone():
+    """Labels without a teacher: rows of a warp, of a block, of clusters."""
+    weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
+    for vocab, padding in itertools.product(VOCABULARIES, (PADDING[0], PADDING[-1])):
+        a = rows(vocab, DTYPES[:2], padding)[0].requires_grad_()
         token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
         token[2] = -100
         for reduction in ("mean", "none"):
@@ -154,6 +159,7 @@ if __name__ == "__main__":
     parts = {
         "logits": logits,
         "labels": labels,
+        "alone": alone,
         "short": short,
         "literal": literal,
         "topk": topk,

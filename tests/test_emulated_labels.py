@@ -10,8 +10,8 @@ import kullback
 from kullback.backends import pytorch
 from kullback.backends.cuda import cross_entropy, plan
 from kullback.backends.cuda import labels as of_labels
-from kullback.problem import Side
-from kullback.work import Labels
+from kullback.problem import Problem, Shard, Side, Weights
+from kullback.work import Labels, Operands, Rows
 from tests import emulation, oracle
 from tests.samples import sample
 from tests.tolerances import LOSS, gradient, relative_error
@@ -98,6 +98,35 @@ def test_states_serve_another_kernel(backend, monkeypatch, generator, kernel_run
     truth = oracle.labelled(torch.zeros(4), leaf, labels, z=0.1).sum()
     assert relative_error(found, torch.autograd.grad(truth, leaf)[0]) < gradient(torch.float32)
     assert len(kernel_runs) == 1
+
+
+def test_slices_of_rows_are_no_rows(backend, monkeypatch, generator, kernel_runs):
+    """A rank's gradient is by the whole row's normaliser, though both sides are one tensor."""
+    emulation.on_chip(monkeypatch)
+    x = sample("logits", (4, 1400), generator, torch.float32)
+    labels, leaf = torch.tensor([3, 900, -100, 699]), x.double().requires_grad_()
+    lse, nothing = x.double().logsumexp(-1), torch.zeros(4, dtype=torch.float64)
+    side, weights = Side("logits"), Weights(label=1.0)
+    problem = Problem("total_variation", side, side, shard=Shard("0", 0, 700), weights=weights)
+    ours, found = x[:, :700], torch.empty(4, 700)
+    own = torch.where(labels < 700, labels, -1)
+    known = torch.stack([lse, lse, nothing, nothing, nothing, nothing + 1, nothing + 2])
+    kullback.backends.run(Rows(problem, Operands(ours, ours, None, own), "gradient", known=known, d_input=found))
+    truth = torch.autograd.grad(oracle.labelled(torch.zeros(4), leaf, labels).sum(), leaf)[0]
+    assert relative_error(found, truth[:, :700]) < gradient(torch.float32)
+    assert not kernel_runs
+
+
+def test_rows_without_a_view_go_the_other_way(backend, monkeypatch, generator, kernel_runs):
+    """They would be copied twice."""
+    emulation.on_chip(monkeypatch)
+    whole = sample("logits", (3, 5, 700), generator, torch.float32)
+    for x in (whole[:, :-1], whole[0].t().contiguous().t()):
+        labels = torch.randint(0, 700, x.shape[:-1], generator=generator)
+        loss = kullback.divergence(x, None, labels=labels)
+        truth = oracle.labelled(torch.zeros(labels.numel()), x.reshape(-1, 700), labels.reshape(-1)).mean()
+        assert relative_error(loss, truth) < LOSS
+        assert not kernel_runs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

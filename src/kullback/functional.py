@@ -20,7 +20,7 @@ from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, ke
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch, is_traced
-from kullback.work import Operands, as_rows
+from kullback.work import Operands, as_rows, has_view_as_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -328,8 +328,10 @@ def _without_target(
 
 def _is_read_once(input: Tensor, form: str, options: dict[str, Any]) -> bool:
     """Whether a kernel has the labels of whole rows."""
-    is_plain = isinstance(input, Tensor) and input.dim() > 0 and input.is_floating_point() and not is_traced(input)
-    return is_plain and form == "logits" and options.get("group") is None and backends.has_labels_alone(input)
+    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point() or is_traced(input):
+        return False
+    is_whole = form == "logits" and options.get("group") is None
+    return is_whole and has_view_as_rows(input) and backends.has_labels_alone(input)
 
 
 def _sure_of(labels: Tensor | None, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:

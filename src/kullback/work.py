@@ -153,8 +153,7 @@ class Rows(NamedTuple):
 
     def _slabs(self) -> list[Rows]:
         x, y = self.input, self.target
-        large = x.dim() > 2 and x.numel() * x.itemsize >= SLAB_BYTES * max(x.size(0), 1)
-        if not large or x.stride(-1) != 1 or y.stride(-1) != 1 or (_has_one_step(x) and _has_one_step(y)):
+        if not _is_large(x) or x.stride(-1) != 1 or y.stride(-1) != 1 or (_has_one_step(x) and _has_one_step(y)):
             return [self]
         of_rows = [None if t is None else t.expand(x.shape[:-1]) for t in self.operands.of_rows]
         slabs = []
@@ -174,6 +173,16 @@ class Rows(NamedTuple):
 
 
 SLAB_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
+
+
+def _is_large(tensor: Tensor) -> bool:
+    """Whether parts of it are worth a launch each."""
+    return tensor.dim() > 2 and tensor.numel() * tensor.itemsize >= SLAB_BYTES * max(tensor.size(0), 1)
+
+
+def has_view_as_rows(tensor: Tensor) -> bool:
+    """Whether `Rows.split` makes no copy of it."""
+    return tensor.stride(-1) == 1 and (tensor.dim() <= 2 or _is_large(tensor) or _has_one_step(tensor))
 
 
 class TopK(NamedTuple):
@@ -255,7 +264,10 @@ class Scale(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Labels, each a token or IGNORED: another stops a device. With an input its logits there, as they count."""
+    """Labels, each of which must be a token or IGNORED; with an input its logits there, as they count.
+
+    Of another a device-side assertion fails; on a CPU it is a RuntimeError.
+    """
 
     labels: Tensor  # int64, [rows] with an input
     vocab: int

@@ -9,7 +9,7 @@ namespace kullback {
 /* Every thread of the block gets the sum. */
 INLINE double block_sum(double value)
 {
-    SHARED_ARRAY(double, warps, THREADS / WARP);
+    __shared__ double warps[THREADS / WARP];
     value = warp_sum(value);
     __syncthreads(); /* the sum before may still be being read */
     if (threadIdx.x % WARP == 0)
@@ -24,21 +24,43 @@ INLINE double block_sum(double value)
 /* The last block to arrive adds the blocks' sums in order, and resets the ticket for the next launch. */
 INLINE bool grid_sum(double value, double *partial, unsigned *ticket, double *result)
 {
-    SHARED_ARRAY(bool, is_last, 1);
+    __shared__ bool is_last;
     const double mine = block_sum(value);
     if (threadIdx.x == 0) {
         partial[blockIdx.x] = mine;
         __threadfence();
-        is_last[0] = atomicAdd(ticket, 1u) == gridDim.x - 1;
+        is_last = atomicAdd(ticket, 1u) == gridDim.x - 1;
     }
     __syncthreads();
-    if (!is_last[0])
+    if (!is_last)
         return false;
     __threadfence();
     double sum = 0;
     for (unsigned block = threadIdx.x; block < gridDim.x; block += THREADS)
         sum += __ldcg(partial + block);
     *result = block_sum(sum);
+    if (threadIdx.x == 0)
+        *ticket = 0;
+    return true;
+}
+
+/* Of each block's first thread, by its first warp, or the first logical one, alone: others may be elsewhere. */
+INLINE bool first_warps_sum(double value, double *partial, unsigned *ticket, double *result)
+{
+    unsigned before = 0;
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = value;
+        __threadfence();
+        before = atomicAdd(ticket, 1u);
+    }
+    before = (unsigned)shfl((int)before, 0);
+    if (before != gridDim.x - 1)
+        return false;
+    __threadfence();
+    double sum = 0;
+    for (unsigned block = threadIdx.x; block < gridDim.x; block += LOGICAL_WARP)
+        sum += __ldcg(partial + block);
+    *result = warp_sum(sum);
     if (threadIdx.x == 0)
         *ticket = 0;
     return true;

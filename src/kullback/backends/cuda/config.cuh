@@ -64,8 +64,11 @@
 #endif
 
 #ifndef IGNORED
-#define IGNORED (-100) /* cross_entropy.cuh: the label of a row that has none; rows of which numbers may be exchanged at once */
-#define EXCHANGE_SLOTS 2
+#define IGNORED (-100) /* labels.cuh, cross_entropy.cuh: the label of a row that has none */
+#endif
+
+#ifndef EXCHANGE_SLOTS
+#define EXCHANGE_SLOTS 2 /* places for what blocks of a cluster tell each other of a row */
 #endif
 
 #ifndef HAS_TARGET

@@ -9,7 +9,7 @@
 namespace kullback {
 
 enum { CONSUMERS = THREADS - WARP, WARPS = CONSUMERS / WARP, BYTES = sizeof(Packed<X>) };
-enum { NO_TOKEN = -1 }; /* of a row whose label has no weight */
+enum { NO_TOKEN = -1 }; /* where labels have no weight, and of one that is no token */
 
 /* The kernel's arguments, as in logits/arguments.cuh: what a launch reads and writes */
 struct Operands {
@@ -169,7 +169,10 @@ INLINE const float4 *exchanged(const Memory &memory, unsigned turn, unsigned ran
     if (blocks == 1) {
         if (lane == 0)
             found[warp] = mine;
-        bar_sync<CONSUMERS>(1);
+        if constexpr (WARPS > 1)
+            bar_sync<CONSUMERS>(1);
+        else
+            sync_warp();
         return found;
     }
     if (threadIdx.x == 0)
@@ -310,7 +313,7 @@ INLINE void run(const Arguments &a)
     sync_warp();
     barrier_cluster(); /* none leaves while another may still write to it */
     double all;
-    if (a.total && grid_sum(threadIdx.x == 0 ? losses[0] : 0, a.partial, a.ticket, &all) && threadIdx.x == 0)
+    if (a.total && warp == 0 && first_warps_sum(threadIdx.x == 0 ? losses[0] : 0, a.partial, a.ticket, &all) && threadIdx.x == 0)
         *a.total = rounded<LOSS>((real)(all * a.scale));
 }
 

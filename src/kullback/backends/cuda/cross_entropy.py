@@ -46,6 +46,8 @@ def takes(work: Rows) -> bool:
         and work.figures is None
         and (work.d_input is None or work.d_input.dtype == x.dtype)
         and problem.input == problem.target
+        and not problem.shard.group  # else a row is more than this rank's slice
+        and work.peers is None
         and problem.formula.finish_is_linear
         and not problem.weights.smoothing
         and has_place(x)
@@ -75,8 +77,8 @@ def source(variant: Variant, placed: plan.Slices) -> str:
         "THREADS": placed.threads,
         "MIN_BLOCKS": placed.blocks,
         "WIDTH": plan.width(variant.x, variant.x),
-        "EXCHANGE_SLOTS": plan.EXCHANGE_SLOTS,
         "IGNORED": f"({IGNORED})",
+        "EXCHANGE_SLOTS": plan.EXCHANGE_SLOTS,
     }
     bounds = f"__launch_bounds__({placed.threads}, {macros['MIN_BLOCKS']})"
     entry = print_entry("kullback_cross_entropy", bounds, {"Operands": OPERANDS, "Setup": SETUP})

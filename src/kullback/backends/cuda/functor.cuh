@@ -13,7 +13,7 @@
 #define HAS_Q_LOG_RATIO 0
 #define HAS_CHERNOFF 0
 #define HAS_NEAR_ELEMENT 1 /* whether the formula serves rows that are near, too, with a log-ratio and one mass; */
-#define HAS_D_LOG_Q_SUM 1  /* whether Σ d_log_q may be other than 0 there; and whether masses are to have 1 less that as a factor */
+#define HAS_D_LOG_Q_SUM 1  /* whether Σ d_log_q may be other than 0 there; whether masses are then to be times 1 - Σ d_log_q */
 #define SUM_IN_MASSES 1
 #define HAS_TILTED_LSE 1 /* whether the row is finished with log Σ p^a q^(1-a), which counts as far from 0 above this */
 #define FAR_TILTED_LSE 0.5f

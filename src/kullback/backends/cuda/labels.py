@@ -29,7 +29,6 @@ def source(x: torch.dtype) -> str:
         "THREADS": plan.THREADS,
         "WIDTH": 1,
         "IGNORED": f"({IGNORED})",
-        "EXCHANGE_SLOTS": plan.EXCHANGE_SLOTS,
     }
     return print_macros(macros) + inlined("cuda/labels.cuh", {})
 
