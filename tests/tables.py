@@ -124,7 +124,8 @@ def labels():
     for part, head, results in (
         ("dense", "H200: rows, kind", newest),
         ("linear", "H100: hidden states", of_labels),
-        ("alone", "H100: labels alone", of_labels),
+        ("alone", "H200: labels alone", newest),
+        ("alone", "H100, when rows were read twice: labels alone", of_labels),
         ("figures", "H200: figures of rows", newest),
         ("figures", "two cores: figures of rows", on_a_cpu),
     ):
