@@ -21,9 +21,9 @@ from kullback import backends, words
 from kullback.choices import Reduction, Tail
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
+from kullback.labels import are_tokens, assert_tokens, demand
 from kullback.problem import (
     DIVERGENCE_ALONE,
-    IGNORED,
     UNSIGNED,
     WHOLE,
     Problem,
@@ -343,14 +343,15 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         if values is None:  # a transform that is traced sees none
             return
         labels = values
-    if labels.device.type != "cpu" and has_memory(labels) and not torch.compiler.is_compiling():
-        backends.run(Labels(labels, vocab))
-        return
-    right = (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
-    if labels.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(right.all(), f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}")
-    elif not right.all():
-        raise ValueError(f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}; got {labels[~right][0].item()}")
+    if torch.compiler.is_compiling():
+        assert_tokens(labels, vocab)
+    elif labels.device.type != "cpu":
+        if has_memory(labels):
+            backends.run(Labels(labels, vocab))
+        else:
+            assert_tokens(labels, vocab)
+    elif not (right := are_tokens(labels, vocab)).all():
+        raise ValueError(f"{demand(vocab)}; got {labels[~right][0].item()}")
 
 
 def check_memory(**given: Tensor | None) -> None:

@@ -108,15 +108,15 @@ def of_no_rows(hidden: Tensor, labels: Tensor | None) -> Begun:
 
 def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
     """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none."""
-    if not problem.shard.group and not is_traced(x):
+    group = problem.shard.group
+    if not group and not is_traced(x):
         logits = x.new_empty(x.size(0), dtype=accumulator(x))
         backends.run(Labels(labels, x.size(1), problem.input, x, logits))
         return logits
-    if not problem.shard.group:
-        return torch.where(labels < 0, torch.nan, label_logits(problem.input, x, labels))
     own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)))
-    whole = parallel.all_gather(own, parallel.resolved(problem.shard.group)).sum(0)
-    return torch.where(labels < 0, torch.nan, whole)
+    if group:
+        own = parallel.all_gather(own, parallel.resolved(group)).sum(0)
+    return torch.where(labels < 0, torch.nan, own)
 
 
 def figures_of(problem: Problem, x: Tensor, row_weight: Tensor | None) -> Tensor:

@@ -42,6 +42,21 @@ def mass_factor(problem: Problem, lse: Tensor, labels: Tensor | None) -> Tensor:
     return torch.where(counts(labels, lse), weights.label + 2 * weights.z * lse, 0.0)
 
 
+def are_tokens(labels: Tensor, vocab: int) -> Tensor:
+    """Which labels are, or IGNORED."""
+    return (labels == IGNORED) | ((labels >= 0) & (labels < vocab))
+
+
+def demand(vocab: int) -> str:
+    """What is asked of them."""
+    return f"labels must lie from 0 to {vocab - 1}, or be {IGNORED}"
+
+
+def assert_tokens(labels: Tensor, vocab: int) -> None:
+    """That all are: a label that is no token stops a device, as in torch. By operators, which a compiler can follow."""
+    torch._assert_async(are_tokens(labels, vocab).all(), demand(vocab))
+
+
 def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
     """Where labels stand in a slice of the vocabulary; -1 of those that others have."""
     here = labels - first_token

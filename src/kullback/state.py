@@ -93,6 +93,13 @@ def packed(rows: int, count: int, like: Tensor) -> Tensor:
     return like.new_empty((count, rows), dtype=accumulator(like))
 
 
+def fill(states: Tensor, **numbers: float) -> None:
+    """The same packed state for all rows: these fields, and 0 in all others."""
+    states.zero_()
+    for name, number in numbers.items():
+        states[RowState._fields.index(name)] = number
+
+
 def unpacked(record: type[Record], known: Tensor) -> Record:
     """The fields again; 0 for one that is not kept."""
     numbers = list(known)

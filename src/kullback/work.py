@@ -182,7 +182,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 def has_view_as_rows(tensor: Tensor) -> bool:
     """Whether `Rows.split` makes no copy of it."""
-    return tensor.stride(-1) == 1 and (tensor.dim() <= 2 or _is_large(tensor) or _has_one_step(tensor))
+    return tensor.stride(-1) == 1 and (_is_large(tensor) or _has_one_step(tensor))
 
 
 class TopK(NamedTuple):
@@ -264,9 +264,9 @@ class Scale(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Labels, each of which must be a token or IGNORED; with an input its logits there, as they count.
+    """Labels, each of which must be a token or IGNORED: of another a device-side assertion fails.
 
-    Of another a device-side assertion fails; on a CPU it is a RuntimeError.
+    With an input, its logits at labels of which that is known, as they count.
     """
 
     labels: Tensor  # int64, [rows] with an input

@@ -39,7 +39,7 @@ def near_element(kind: str) -> Mapping[str, Value]:
     found, so that what that mass is off by is a factor of both. Where `has_sum_in_masses`, masses are to be multiplied
     by 1 - Σ d_log_q, and the sum divided by it: then the gradient of logits takes an operation less.
     """
-    element = _near_element(kind)
+    element = dict(_near_element(kind))
     if has_sum_in_masses(kind):  # p·(slope·(1 - sum) - sum), since q is p·(1 + slope)
         element["input"] = element["d_log_q"] - element["p"] * softmax_of("input").grad_sum
     return element
@@ -52,7 +52,8 @@ def has_sum_in_masses(kind: str) -> bool:
     return slope is not None and slope is excess
 
 
-def _near_element(kind: str) -> dict[str, Value]:
+@functools.cache
+def _near_element(kind: str) -> Mapping[str, Value]:
     lower = rewriter(_lower_near)
     return {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
 

@@ -264,6 +264,14 @@ def ranges(form: str, target_form: str) -> dict[str, str]:
     }
 
 
+def type_macros(
+    x: torch.dtype, y: torch.dtype, weight: torch.dtype = torch.float64, loss: torch.dtype = torch.float32
+) -> dict[str, int | str]:
+    """Of CUDA kernels: element types of input and target, of row weights and of losses; and which arithmetic serves."""
+    types = {"X": TYPES[x], "Y": TYPES[y], "WEIGHT": TYPES[weight], "LOSS": TYPES[loss]}
+    return {"REAL_IS_DOUBLE": torch.float64 in (x, y), **types}
+
+
 def print_macros(macros: Mapping[str, int | str]) -> str:
     lines = (f"#define {name} {value if isinstance(value, str) else int(value)}\n" for name, value in macros.items())
     return "".join(lines)

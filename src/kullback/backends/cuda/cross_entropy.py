@@ -12,14 +12,13 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import logits, plan
 from kullback.backends.cuda.launch import Launcher, workspace
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_macros
+from kullback.backends.printer import print_macros, type_macros
 from kullback.problem import IGNORED
-from kullback.state import Mode, RowState
+from kullback.state import Mode, fill
 from kullback.work import Rows
 
 OPERANDS, SETUP = (struct_fields(text(HERE / "cross_entropy.cuh"), name) for name in ("Operands", "Setup"))
 Arguments = table([*OPERANDS, *SETUP])
-D_LOSS, MODE = RowState._fields.index("d_loss"), RowState._fields.index("mode")
 
 
 class Variant(NamedTuple):
@@ -63,11 +62,7 @@ def has_place(x: torch.Tensor) -> bool:
 def source(variant: Variant, placed: plan.Slices) -> str:
     """The whole CUDA file."""
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": 0,
-        "X": TYPES[variant.x],
-        "Y": TYPES[variant.x],
-        "WEIGHT": TYPES[variant.weight],
-        "LOSS": TYPES[variant.loss],
+        **type_macros(variant.x, variant.x, variant.weight, variant.loss),
         "IS_LOGITS": 1,
         "IS_PROBS": 0,
         "IS_CAPPED": variant.capped,
@@ -75,12 +70,11 @@ def source(variant: Variant, placed: plan.Slices) -> str:
         "WANT_INPUT": variant.wants_input,
         "WANT_TARGET": 0,
         "THREADS": placed.threads,
-        "MIN_BLOCKS": placed.blocks,
         "WIDTH": plan.width(variant.x, variant.x),
         "IGNORED": f"({IGNORED})",
         "EXCHANGE_SLOTS": plan.EXCHANGE_SLOTS,
     }
-    bounds = f"__launch_bounds__({placed.threads}, {macros['MIN_BLOCKS']})"
+    bounds = f"__launch_bounds__({placed.threads}, {placed.blocks})"
     entry = print_entry("kullback_cross_entropy", bounds, {"Operands": OPERANDS, "Setup": SETUP})
     return print_macros(macros) + inlined("cuda/cross_entropy.cuh", {}) + entry
 
@@ -95,15 +89,12 @@ def _launcher(variant: Variant, placed: plan.Slices, index: int) -> Launcher:
 def run(work: Rows) -> None:
     x, side, weights = work.input, work.problem.input, work.problem.weights
     index = x.get_device()
-    labels = work.labels if work.labels is None else work.labels.contiguous()
-    row_weight = work.row_weight if work.row_weight is None else work.row_weight.contiguous()
+    row_weight, labels = (None if t is None else t.contiguous() for t in work.operands.of_rows)
     output = work.total if work.loss is None else work.loss
     weight_dtype = torch.float64 if row_weight is None else row_weight.dtype
     loss_dtype = torch.float32 if output is None else output.dtype
     if work.found is not None:  # of a row and itself; the kernel adds log-sum-exps
-        work.found.zero_()
-        work.found[D_LOSS] = 1
-        work.found[MODE] = Mode.SAFE
+        fill(work.found, d_loss=1, mode=Mode.SAFE)
     placed = plan.slices(x.size(1), x.dtype, logits.chip_of(index), work.d_input is not None)
     assert placed is not None
     launcher = _launcher(

@@ -12,7 +12,7 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_macros, print_near_terms, print_order, print_terms
+from kullback.backends.printer import print_macros, print_near_terms, print_order, print_terms, type_macros
 from kullback.work import Describe
 
 UNROLL = 2  # vectors in flight a thread, of each side, where both are summed together
@@ -48,11 +48,7 @@ def source(variant: Variant) -> str:
     is_wide = x != y or any(capped) or not variant.has_one_temperature
     most = MOST_DOUBLE if double else MOST_WIDE if is_wide else MOST_THREADS
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": double,
-        "X": TYPES[x],
-        "Y": TYPES[y],
-        "WEIGHT": "double",
-        "LOSS": "float",
+        **type_macros(x, y),
         "THREADS": variant.threads,
         "WIDTH": plan.width(x, y),
         "UNROLL": UNROLL,

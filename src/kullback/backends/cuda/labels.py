@@ -11,7 +11,7 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_macros
+from kullback.backends.printer import print_macros, type_macros
 from kullback.problem import IGNORED
 from kullback.work import Labels
 
@@ -21,11 +21,7 @@ Arguments = table(parameters(text(HERE / "labels.cuh"), "kullback_labels"))
 def source(x: torch.dtype) -> str:
     """The whole CUDA file."""
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": x == torch.float64,
-        "X": TYPES[x],
-        "Y": TYPES[x],
-        "WEIGHT": "double",
-        "LOSS": "float",
+        **type_macros(x, x),
         "THREADS": plan.THREADS,
         "WIDTH": 1,
         "IGNORED": f"({IGNORED})",

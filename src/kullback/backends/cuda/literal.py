@@ -12,13 +12,12 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher, workspace
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
-from kullback.state import RowState
+from kullback.backends.printer import print_functor, print_layout, print_macros, ranges, type_macros
+from kullback.state import fill
 from kullback.work import Rows, Verb
 
 PARAMETERS = parameters(text(HERE / "literal.cuh"), "kullback_literal")
 Sizes = table(after_tensors(PARAMETERS, ("row_weight",)))
-D_LOSS = RowState._fields.index("d_loss")
 
 
 class Variant(NamedTuple):
@@ -41,11 +40,7 @@ def source(variant: Variant, shape: plan.Shape) -> str:
     """The whole CUDA file."""
     forms = variant.form, variant.target_form
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": torch.float64 in (variant.x, variant.y),
-        "X": TYPES[variant.x],
-        "Y": TYPES[variant.y],
-        "WEIGHT": TYPES[variant.weight],
-        "LOSS": TYPES[variant.loss],
+        **type_macros(variant.x, variant.y, variant.weight, variant.loss),
         "VERB": f"VERB_{variant.verb.upper()}",
         "KNOWN": variant.known,
         "WANT_SUM": variant.has_outputs,
@@ -72,8 +67,7 @@ def run(work: Rows) -> None:
     problem, (x, y, weight, _), verb, scale, *others, _ = work
     known, found, loss, total, d_input, d_target, _ = others
     if found is not None and verb == "loss" and problem.formula.finish_is_linear:
-        found.zero_()  # the same state for all rows: the kernel writes none
-        found[D_LOSS] = 1
+        fill(found, d_loss=1)  # the same state for all rows: the kernel writes none
     rows, vocab = x.shape
     flat = _is_flat(work)
     is_known = verb == "gradient" and known is not None

@@ -175,8 +175,10 @@ def slices(vocab: int, x: torch.dtype, chip: Chip, gradient: bool) -> Slices | N
         return None
     for cluster in (c for c in CLUSTERS if c <= PORTABLE_CLUSTER):
         vectors = math.ceil(vocab // width(x, x) / cluster)
-        choice = () if gradient else MANY_SLICE_BLOCKS
-        for threads, blocks in choice + (FEW_SLICE_BLOCKS if gradient or cluster == PORTABLE_CLUSTER else ()):
+        choice: tuple[tuple[int, int], ...] = FEW_SLICE_BLOCKS if gradient else MANY_SLICE_BLOCKS
+        if cluster == PORTABLE_CLUSTER:
+            choice += FEW_SLICE_BLOCKS
+        for threads, blocks in choice:
             if threads == 32 and vectors > ONE_WARP_VECTORS:
                 continue
             tile = max(1, math.ceil(vectors / SLICE_TILES / threads)) * threads

@@ -11,7 +11,7 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_macros
+from kullback.backends.printer import print_macros, type_macros
 from kullback.work import Scale
 
 Arguments = table(parameters(text(HERE / "scale.cuh"), "kullback_scale"))
@@ -20,11 +20,7 @@ Arguments = table(parameters(text(HERE / "scale.cuh"), "kullback_scale"))
 def source(x: torch.dtype, factor: torch.dtype) -> str:
     """The whole CUDA file."""
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": x == torch.float64,
-        "X": TYPES[x],
-        "Y": TYPES[x],
-        "LOSS": TYPES[factor],
-        "WEIGHT": "double",
+        **type_macros(x, x, loss=factor),
         "THREADS": plan.THREADS,
         "WIDTH": plan.VECTOR_BYTES // x.itemsize,
     }

@@ -11,7 +11,7 @@ from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import HERE, inlined, text
-from kullback.backends.printer import TYPES, print_macros
+from kullback.backends.printer import print_macros, type_macros
 from kullback.problem import kept_dtype
 from kullback.work import Entries, Gather, Scatter
 
@@ -42,11 +42,7 @@ def why_not(work: Entries | Gather | Scatter) -> str | None:
 def source(x: torch.dtype, form: str, capped: bool) -> str:
     """The whole CUDA file of `gather` and `scatter`."""
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": x == torch.float64,
-        "X": TYPES[x],
-        "Y": TYPES[x],
-        "WEIGHT": "double",
-        "LOSS": "float",
+        **type_macros(x, x),
         "IS_LOGITS": form == "logits",
         "IS_PROBS": form == "probs",
         "IS_CAPPED": capped,
@@ -123,11 +119,7 @@ def _marks(vocab: int) -> int:
 def entries_source(values: torch.dtype, form: str) -> str:
     """The whole CUDA file of `entries`."""
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": values == torch.float64,
-        "X": TYPES[values],
-        "Y": TYPES[values],
-        "WEIGHT": "double",
-        "LOSS": "float",
+        **type_macros(values, values),
         "FROM_LOGITS": form == "logits",
         "FROM_PROBS": form == "probs",
         "IS_LOGITS": 0,

@@ -14,7 +14,7 @@ from torch import Tensor
 from kullback import labels as of_rows
 from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
-from kullback.problem import IGNORED, Problem, Side, accumulator
+from kullback.problem import Problem, Side, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work
 
@@ -47,11 +47,10 @@ def run(work: Work) -> None:
 
 
 def _labels(work: Labels) -> None:
-    labels = work.labels
-    right = (labels == IGNORED) | ((labels >= 0) & (labels < work.vocab))
-    torch._assert_async(right.all(), f"labels must lie from 0 to {work.vocab - 1}, or be {IGNORED}")
-    if work.input is not None and work.logits is not None:
-        work.logits.copy_(label_logits(work.side, work.input, labels)).masked_fill_(labels < 0, torch.nan)
+    if work.input is None or work.logits is None:
+        of_rows.assert_tokens(work.labels, work.vocab)
+    else:
+        work.logits.copy_(label_logits(work.side, work.input, work.labels)).masked_fill_(work.labels < 0, torch.nan)
 
 
 def _rows(work: Rows) -> None:

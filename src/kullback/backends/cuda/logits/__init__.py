@@ -19,7 +19,7 @@ from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
 from kullback.backends.near import MOST_TERMS, NARROW, WIDE, Near, NearShape, Reach, near
-from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes
+from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes, type_macros
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
@@ -67,13 +67,9 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
     kind, forms = DIVERGENCES[variant.kind], (variant.form, variant.target_form)
     factor, least = kind.reverse_kl_factor, kind.least_mean_slope
     macros: dict[str, int | str] = {
-        "REAL_IS_DOUBLE": 0,
-        "X": TYPES[variant.x],
-        "Y": TYPES[variant.y],
+        **type_macros(variant.x, variant.y, variant.weight, variant.loss),
         "DX": TYPES[variant.dx],
         "DY": TYPES[variant.dy],
-        "WEIGHT": TYPES[variant.weight],
-        "LOSS": TYPES[variant.loss],
         "INPUT_IS_LOGITS": forms[0] == "logits",
         "TARGET_IS_LOGITS": forms[1] == "logits",
         "INPUT_IS_CAPPED": variant.capped[0],
