@@ -6,6 +6,7 @@ import torch
 import kullback
 
 X = torch.full((3, 4), 0.25)
+LABELS = torch.tensor([0, 3, -100])
 NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
 
 
@@ -20,6 +21,31 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         (lambda: kullback.divergence(X, X.cfloat()), TypeError, ["target", "complex64"]),
         (lambda: kullback.divergence([1.0], X), TypeError, ["input", "list"]),
         (lambda: kullback.divergence(X, X.to("meta")), ValueError, ["one device", "meta"]),
+        *(
+            (lambda alone=alone, options=options: alone(**options), ValueError, words)
+            for alone in (
+                lambda **options: kullback.divergence(X, None, labels=LABELS, **options),
+                lambda **options: kullback.linear_divergence(X, X, None, labels=LABELS, **options),
+                lambda **options: kullback.linear_divergence(X, X, X, X, labels=LABELS, divergence_weight=0, **options),
+            )
+            for options, words in (
+                ({"mask": X[:, 0]}, ["'mask'", "row_weight is a row's mask"]),
+                ({"kind": "foo"}, ["kind must be one of"]),
+                ({"target_form": "foo"}, ["target_form must be one of"]),
+                ({"target_temperature": -1.0}, ["target_temperature"]),
+                ({"label_weight": float("nan")}, ["label_weight must be finite"]),
+                ({"label_weight": 1e-25}, ["label_weight without a divergence must be 0"]),
+            )
+        ),
+        (
+            lambda: kullback.linear_divergence(X, X, None, labels=LABELS, tail="foo"),
+            ValueError,
+            ["tail must be one of"],
+        ),
+        (lambda: kullback.divergence(X[0, 0], None, labels=LABELS[0]), ValueError, ["input must have the shape"]),
+        (lambda: kullback.divergence(NESTED, None, labels=LABELS), TypeError, ["input", "nested", "values()"]),
+        (lambda: kullback.LinearDivergenceLoss("kl", form="probs"), ValueError, ["'kl' has no parameter 'form'"]),
+        (lambda: kullback.DivergenceLoss(divergence_weight=0, inplace=True), ValueError, ["inplace=True needs"]),
         (lambda: kullback.divergence(X, X, "reverse-kl"), ValueError, ["kind", "did you mean 'reverse_kl'"]),
         (lambda: kullback.divergence(X, X, form="logit"), ValueError, ["form", "did you mean 'logits'"]),
         (lambda: kullback.divergence(X, X, target_form="prob"), ValueError, ["target_form", "'probs'"]),

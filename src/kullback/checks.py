@@ -241,7 +241,9 @@ def check_sequence(dim: int | None, input: Tensor, has_whole_rows: bool) -> None
         )
 
 
-def check_inplace_options(form: str, reduction: str) -> None:
+def check_inplace_options(form: str, reduction: str, divergence_weight: float = 1.0) -> None:
+    if divergence_weight == 0:
+        raise ValueError("inplace=True needs a target, and a divergence_weight other than 0")
     if form != "logits":
         raise ValueError(f"inplace=True is for logits; input holds {form}")
     if reduction == "none":
@@ -396,12 +398,12 @@ def weights(
             raise ValueError(f"{name} must be finite; got {value}")
     if divergence_weight and not LEAST_WEIGHT <= abs(divergence_weight) <= 1 / LEAST_WEIGHT:
         raise ValueError(
-            f"divergence_weight must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT} in size; "
+            f"divergence_weight must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g} in size; "
             f"got {divergence_weight}"
         )
     if abs(label_weight) > 1 / LEAST_WEIGHT or abs(z_weight) > 1 / LEAST_WEIGHT:
         raise ValueError(
-            f"label_weight and z_weight must be at most {1 / LEAST_WEIGHT} in size; got {label_weight} and {z_weight}"
+            f"label_weight and z_weight must be at most {1 / LEAST_WEIGHT:g} in size; got {label_weight} and {z_weight}"
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must lie from 0 to less than 1; got {label_smoothing}")
@@ -412,6 +414,16 @@ def weights(
     if z_weight and form != "logits":
         raise ValueError(f"z_weight is of a log-sum-exp of logits, and form {form!r} holds none; got {z_weight}")
     return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
+
+
+def check_weights_of_labels(form: str, label_weight: float, z_weight: float, label_smoothing: float) -> None:
+    """Of labels alone, whose cross-entropy is a divergence."""
+    weights(True, form, 1.0, label_weight, z_weight, label_smoothing)
+    if label_weight and abs(label_weight) < LEAST_WEIGHT:
+        raise ValueError(
+            f"label_weight without a divergence must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g} in size; "
+            f"got {label_weight}"
+        )
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
@@ -625,6 +637,7 @@ LINEAR_OPTIONS = (
 def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Of a module: what is wrong with a kind, its parameter and options, whatever the tensors will be."""
     given = dict(options)
+    params = {name: given.pop(name) for name in options if name not in known}
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
     check_name("tail", given.pop("tail", "bucket"), TAILS)
     check_chunk_rows(given.pop("chunk_rows", None))
@@ -639,8 +652,7 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     asked = {name: given.pop(name) for name in WEIGHT_OPTIONS if name in given}
     weights(True, form, **{"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked})
     if inplace:
-        check_inplace_options(form, options.get("reduction", "mean"))
-    params = {name: given.pop(name) for name in options if name not in known}
+        check_inplace_options(form, options.get("reduction", "mean"), asked.get("divergence_weight", 1.0))
     problem(params, kind, form, **given)
 
 
