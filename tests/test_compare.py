@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -780,6 +781,61 @@ def test_scored_positions(tmp_path, files, pair, score, first):
     assert run(*files, "--score", "99:").exit_code == 3
 
 
+def test_windows_whose_last_position_has_no_logits(tmp_path, pair):
+    """Beside those that have them: the same rows are compared, and half of a window is of its tokens."""
+    draw = np.random.default_rng(4)
+    reference, candidate, tokens = pair
+    more = np.concatenate([reference, draw.normal(size=(WINDOWS, 1, VOCAB)).astype(np.float32)], 1)
+    save_file({"logits": more, "tokens": tokens}, tmp_path / "a.safetensors")
+    save_file({"logits": candidate, "tokens": tokens}, tmp_path / "b.safetensors")
+    for files in (("a", "b"), ("b", "a")):
+        paths = [tmp_path / f"{name}.safetensors" for name in files]
+        assert found_by(tmp_path, *paths)["rows_read"] == ROWS
+        assert found_by(tmp_path, *paths, "--floor", paths[1])["rows_read"] == ROWS
+        assert found_by(tmp_path, *paths, "--score", "half")["rows_read"] == WINDOWS * (WINDOW - 1 - WINDOW // 2)
+
+
+def test_outputs_are_whole_though_nobody_reads_the_report(tmp_path, files):
+    program = [sys.executable, "-m", "kullback", "compare", *map(str, files), "--json", str(tmp_path / "found.json")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        running.stdout.close()
+        assert (running.stderr.read().strip(), running.wait()) == (b"", 0)
+    assert json.loads((tmp_path / "found.json").read_text())["rows_read"] == ROWS
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no such device")
+def test_outputs_are_whole_though_the_report_cannot_be_shown(tmp_path, files):
+    program = [sys.executable, "-m", "kullback", "compare", *map(str, files), "--json", str(tmp_path / "found.json")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "Error: the report could not be shown: [Errno 28] No space left on device",
+    )
+    assert json.loads((tmp_path / "found.json").read_text())["rows_read"] == ROWS
+
+
+def test_an_interrupt_while_the_report_is_made(tmp_path, files, monkeypatch):
+    true = comparison.result
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return true(*arguments)
+
+    monkeypatch.setattr(comparison, "result", interrupted)
+    assert found_by(tmp_path, *files)["rows_read"] == ROWS
+
+
+def test_a_token_without_mass_has_an_infinite_perplexity(tmp_path, pair):
+    reference, candidate, tokens = pair
+    candidate[2, 3, tokens[2, 4]] = -np.inf
+    for name, logits in (("a", reference), ("b", candidate)):
+        save_file({"logits": logits, "tokens": tokens}, tmp_path / f"{name}.safetensors")
+    found = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors")["candidates"][0]["perplexity"]
+    assert found["candidate"]["mean"] == found["ratio"]["mean"] == "inf"
+    assert isinstance(found["reference"]["mean"], float)
+
+
 def test_rounded_logits_tell_their_floor(tmp_path):
     """What is printed is what rounding does: here to bfloat16 and back."""
     draw = np.random.default_rng(1)
@@ -1046,5 +1102,7 @@ def test_rows_are_written(tmp_path, files, pair):
     assert run(*files, "--rows", rows).exit_code == 0
     assert floats_of(rows, "kl") == pytest.approx(kl_rows(*pair[:2]).reshape(-1), rel=1e-4, abs=1e-8)
     assert floats_of(rows, "position").tolist() == list(range(WINDOW - 1)) * WINDOWS
+    held = load_numpy(rows)
+    assert {*kullback.RowStatistics._fields, "window", "position", "block", "row"} <= {*held}
     assert run(*files, files[0], "--rows", rows).exit_code == 0
     assert floats_of(rows, "candidate.safetensors.kl").shape == (ROWS,)

@@ -170,6 +170,7 @@ def test_shards(folder, of, words):
         ({"shape": [10**12, 10], "data_offsets": [0, 4 * 10**13]}, "1000000000000 rows, of which it has 10"),
         ({"shape": [10, 10**12], "data_offsets": [0, 4 * 10**13]}, "has no whole row"),
         ({"dtype": "X9"}, "has no tensor of logits"),
+        ({"shape": [1 << 50, 0, 4], "data_offsets": [0, 0]}, "its logits have no row"),
     ],
 )
 def test_headers_that_lie(folder, header, words):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,22 +18,6 @@ from kullback.statistics import RowStatistics
 
 Summary = dict[str, Any]
 
-COLUMNS = (
-    "kl",
-    "reverse_kl",
-    "jensen_shannon",
-    "total_variation",
-    "entropy",
-    "target_entropy",
-    "agreement",
-    "top_token",
-    "target_top_token",
-    "target_top_probability",
-    "label_log_prob",
-    "target_label_log_prob",
-    "label_rank",
-    "target_label_rank",
-)
 PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 # Of the reference's largest probability; exllamav3's buckets
 CONFIDENCE = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -41,6 +26,7 @@ TOP = (5, 10)  # how many first tokens are looked for among as many of the other
 SEGMENT = 192  # tokens whose largest is found before any is sorted
 LEAST_BLOCKS = 10  # whose resampling says something of their spread
 RESAMPLES = 2000
+MOST_EXPONENT = math.log(sys.float_info.max)
 COVERAGE = 0.95
 
 
@@ -79,11 +65,14 @@ class Report:
             group: what figures are also told apart by: likewise.
             row: numbers that order rows, and by which two reports are paired; by default those after the last.
             top: what `top_agreement` says of the same rows.
+
+        Raises:
+            ValueError: statistics without a target; ids that are not one for each row; figures that other rows lack.
         """
         if statistics.kl is None:
             raise ValueError("statistics must have a target, against which the input is compared; they have none")
-        part = {name: value for name in COLUMNS if (value := getattr(statistics, name)) is not None}
-        part = {name: value.detach().reshape(-1).cpu() for name, value in part.items()}
+        found = {name: value for name, value in statistics._asdict().items() if value is not None}
+        part = {name: value.detach().reshape(-1).cpu() for name, value in found.items()}
         count = part["kl"].numel()
         start = sum(len(p["kl"]) for p in self._parts)
         part["row"] = torch.arange(start, start + count) if row is None else _ids("row", row, count)
@@ -197,7 +186,23 @@ SIDES = {"candidate": "", "reference": "target_"}
 
 
 def paired(worse: Report, better: Report) -> Summary:
-    """By how much the kl of one candidate is above another's, row by row; rows of both must be the same."""
+    """By how much the kl of one candidate is above another's, in nats, row by row.
+
+    Returns:
+        `mean`, with `interval`, `standard_error` and `error_if_independent`, and `share_of_rows_above`.
+
+    Raises:
+        ValueError: reports of different rows.
+
+    >>> import torch, kullback
+    >>> from kullback.compare import Report, paired
+    >>> original, noise, reports = torch.randn(60, 50), torch.randn(60, 50), [Report(), Report()]
+    >>> for report, size in zip(reports, (0.2, 0.1)):
+    ...     report.add(kullback.row_statistics(original + size * noise, original))
+    >>> found = paired(*reports)
+    >>> found["mean"] > 0, found["share_of_rows_above"], found["interval"]
+    (True, 1.0, None)
+    """
     one, other = worse.rows(), better.rows()
     if not one or not other or not torch.equal(one["row"], other["row"]):
         raise ValueError("two reports are paired by their rows, which must be the same")
@@ -313,13 +318,17 @@ def _of_labels(rows: Mapping[str, Tensor]) -> Summary:
 def _exponentials(sample: Blocks, values: Tensor) -> Summary:
     """Of a mean, its interval and, to first order, its errors."""
     log = sample.mean(values)
-    mean, interval = math.exp(min(log["mean"], 700)), log["interval"]
+    mean, interval = _exp(log["mean"]), log["interval"]
     return {
         "mean": mean,
         "standard_error": None if log["standard_error"] is None else mean * log["standard_error"],
-        "interval": None if interval is None else [math.exp(min(end, 700)) for end in interval],
+        "interval": None if interval is None else [_exp(end) for end in interval],
         "error_if_independent": mean * log["error_if_independent"],
     }
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < MOST_EXPONENT else math.inf
 
 
 def _covariance(x: Tensor, y: Tensor) -> float:

@@ -187,7 +187,7 @@ def ceiling(x: Tensor, y: Tensor, clock: Clock) -> float:
     return clock.seconds(lambda: launcher(1 << 30, x.data_ptr(), y.data_ptr(), out.data_ptr(), count))
 
 
-# and over how many tensors each has to pass; the last two are asked of kullback alone, from logits
+# Tasks, and how many passes over a tensor each makes; the last two are asked of kullback alone, from logits
 TASKS = {"forward": 2, "forward + gradient": 3, "forward + both gradients": 4, "each row, then its gradient": 5}
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
-from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source
-from kullback.compare import Report, common, paired, top_tokens
+from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source, name_of
+from kullback.compare import LEAST_BLOCKS, Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
 
@@ -477,9 +477,9 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
         if not rows:
             continue
         source = next(each for each in comparison.sources if str(each.path) == path)
-        kept = str(source.rounded).removeprefix("torch.")
+        assert source.rounded is not None
         yield (
-            f"logits of {path} were rounded to {kept}: that alone makes a mean KLD of about "
+            f"logits of {path} were rounded to {name_of(source.rounded)}: that alone makes a mean KLD of about "
             f"{sum(rows) / len(rows):.2g}. Hidden states in float16 have no such floor"
         )
     for each in comparison.sources:
@@ -496,9 +496,9 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
     left_out = max(each.get("rows_not_numbers", 0) for each in found["candidates"])
     if left_out:
         yield f"{left_out} rows are not numbers (NaN) and left out of all figures"
-    least = found["candidates"][0]["blocks"]
-    if 0 < least < 10:
-        yield f"no intervals: {least} independent {found['blocks_are']} are fewer than ten"
+    blocks = found["candidates"][0]["blocks"]
+    if 0 < blocks < LEAST_BLOCKS:
+        yield f"no intervals: {blocks} independent {found['blocks_are']} are fewer than {LEAST_BLOCKS}"
 
 
 def decoder(sources: Sequence[Source]) -> Callable[[list[int]], str]:

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import re
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +31,18 @@ INCOMPLETE, USAGE, MISMATCH, INTERRUPTED = 1, 2, 3, 130
 STORED = ("float16", "bfloat16", "float32")
 
 
+class Output(Console):
+    """Standard output, whose reader may go: the rest of it is dropped then, and the exit status is the work's."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def console() -> Console:
-    return Console()
+    return Output()
 
 
 def record(
@@ -192,19 +205,22 @@ def compare(
             _refuse(error)
     if not comparison_module.gather(planned, rank, world):
         return
-    try:
-        found = comparison_module.result(planned, worst)
-    except runs.MismatchError as error:
-        _refuse(error)
-    show(found)
-    as_json = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    wrote = [
-        _write("--json", json_path, lambda path: path.write_text(as_json, encoding="utf-8")),
-        _write("--markdown", markdown, lambda path: path.write_text(tables.markdown(found), encoding="utf-8")),
-        _write("--html", html_path, lambda path: path.write_text(html.page(found), encoding="utf-8")),
-        _write("--rows", rows_path, lambda path: _write_rows(planned, path)),
-    ]
-    if not all(wrote):
+    with _uninterrupted():
+        try:
+            found = comparison_module.result(planned, worst)
+        except runs.MismatchError as error:
+            _refuse(error)
+        as_json = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        outputs: list[tuple[str, Path | None, Callable[[Path], Any]]] = [
+            ("--json", json_path, lambda path: path.write_text(as_json, encoding="utf-8")),
+            ("--markdown", markdown, lambda path: path.write_text(tables.markdown(found), encoding="utf-8")),
+            ("--html", html_path, lambda path: path.write_text(html.page(found), encoding="utf-8")),
+            ("--rows", rows_path, lambda path: _write_rows(planned, path)),
+        ]
+        # Before anything is shown: whoever reads that may have gone.
+        wrote = [path for option, path, write in outputs if path is not None and _write(option, path, write)]
+        is_shown = _show(found, wrote)
+    if not is_shown or len(wrote) < len(written):
         raise typer.Exit(USAGE)
     if not found["complete"]:
         raise typer.Exit(INTERRUPTED if found["interrupted"] else INCOMPLETE)
@@ -212,10 +228,8 @@ def compare(
         raise typer.Exit(MISMATCH)
 
 
-def _write(option: str, path: Path | None, write: Callable[[Path], Any]) -> bool:
+def _write(option: str, path: Path, write: Callable[[Path], Any]) -> bool:
     """Whole or not at all, unless it is a device or a link. A failure costs none of the other outputs."""
-    if path is None:
-        return True
     try:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             write(path)
@@ -224,11 +238,35 @@ def _write(option: str, path: Path | None, write: Callable[[Path], Any]) -> bool
     except OSError as error:
         typer.echo(f"Error: {option}: {path} could not be written: {error}", err=True)
         return False
-    _say(f"wrote {escape(str(path))}")
     return True
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """What was read is reported, though an interrupt come while it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 SHOWN_WORST = 5
+
+
+def _show(found: dict[str, Any], wrote: list[Path]) -> bool:
+    try:
+        show(found)
+        for path in wrote:
+            _say(f"wrote {escape(str(path))}")
+        sys.stdout.flush()
+    except OSError as error:
+        typer.echo(f"Error: the report could not be shown: {error}", err=True)
+        return False
+    return True
 
 
 def show(found: dict[str, Any]) -> None:

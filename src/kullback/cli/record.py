@@ -163,9 +163,9 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
         "format": runs.FORMAT,
         "what": what,
         **loaded.about,
-        "weights": _name_of(head.weight.dtype),
-        "activations": _name_of(loaded.model.dtype),
-        "dtype": _name_of(dtype),
+        "weights": runs.name_of(head.weight.dtype),
+        "activations": runs.name_of(loaded.model.dtype),
+        "dtype": runs.name_of(dtype),
         "logit_scale": head.scale,
         "softcap": head.softcap,
         "vocab": vocab,
@@ -179,10 +179,6 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
         "windows_per_shard": windows_per_shard,
         "shards": math.ceil(len(text.tokens) / windows_per_shard),
     }
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def sha256_of(tensors: dict[str, Tensor]) -> str:
@@ -284,7 +280,7 @@ def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
     kept = rows.to(dtype).cpu().contiguous()
     if kept.isinf().any() and not rows.isinf().any():
         raise MismatchError(
-            f"{what} of the model reach {float(rows.abs().max()):.3g}, which {_name_of(dtype)} "
+            f"{what} of the model reach {float(rows.abs().max()):.3g}, which {runs.name_of(dtype)} "
             "cannot hold: --dtype bfloat16 or float32 can"
         )
     return kept

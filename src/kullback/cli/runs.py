@@ -148,7 +148,7 @@ def ids(path: Path, name: str, entry: Entry, dimensions: int | None = None) -> T
     """A whole tensor of integers."""
     found = tensor(path, name, entry, dimensions)
     if found.is_floating_point():
-        raise MismatchError(f"{path}: {name} must be int32 or int64; it is {_name_of(found.dtype)}")
+        raise MismatchError(f"{path}: {name} must be int32 or int64; it is {name_of(found.dtype)}")
     return found.long()
 
 
@@ -176,7 +176,7 @@ def _check_labels(path: Path, label: Tensor, vocab: int) -> None:
         raise MismatchError(f"{path}: labels and tokens must lie from 0 to {vocab - 1}; got {wrong[0].item()}")
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -187,7 +187,7 @@ class Layout:
     window: Tensor
     position: Tensor
     label: Tensor  # IGNORED where it is not known
-    length: int  # of windows
+    length: int  # of windows, of which the last positions may have no row
     tokens: Tensor | None = None  # [windows, length]
     columns: dict[str, Tensor] = field(default_factory=dict)  # ids of rows, by which they may be blocked or grouped
     names: list[str] | None = None  # of the ids of the column `group`
@@ -242,7 +242,7 @@ class Head:
                 not value.is_floating_point() or len(value) != len(self.weight) or not len(value)
             ):
                 raise MismatchError(
-                    f"{path}: {name} must be floating, a row for each token; it is {_name_of(value.dtype)} of "
+                    f"{path}: {name} must be floating, a row for each token; it is {name_of(value.dtype)} of "
                     f"{list(value.shape)}, and weight has {len(self.weight)} rows"
                 )
         self.scale, self.softcap = scale, softcap
@@ -350,8 +350,8 @@ class Recording:
             columns = columns or (self.vocab if what == "logits" else table.columns)
             if len(held[what].shape) != 2 or table.columns != columns or table.dtype != dtype:
                 raise MismatchError(
-                    f"{path}: {what} must be {_name_of(dtype)} of [rows, {columns}], as {HEADER} and other shards have "
-                    f"it; it is {_name_of(table.dtype)} of {held[what].shape}"
+                    f"{path}: {what} must be {name_of(dtype)} of [rows, {columns}], as {HEADER} and other shards have "
+                    f"it; it is {name_of(table.dtype)} of {held[what].shape}"
                 )
             if "first_row" in held and table.whole == table.rows:
                 begins = ids(path, "first_row", held["first_row"]).reshape(-1).tolist()
@@ -384,7 +384,7 @@ class Recording:
         return Read(_first(values, vocab).to(device))
 
 
-DTYPES_BY_NAME = {_name_of(dtype): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
+DTYPES_BY_NAME = {name_of(dtype): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
 def _first(values: Tensor, vocab: int) -> Tensor:
@@ -469,9 +469,10 @@ class LogitsFile:
         self.layout = self._layout(held, [held[name].shape for name in names])
 
     def _layout(self, held: dict[str, Entry], shapes: list[list[int]]) -> Layout:
-        lengths = [shape[-2] for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
-        if not any(lengths):
+        if not any(math.prod(shape[:-1]) for shape in shapes):
             raise MismatchError(f"{self.path}: its logits have no row; their shapes are {shapes}")
+        windows = [0 if not shape[-2] else shape[0] if len(shape) == 3 else 1 for shape in shapes]
+        lengths = [shape[-2] for shape, count in zip(shapes, windows, strict=True) for _ in range(count)]
         window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         position = torch.cat([torch.arange(length) for length in lengths])
         label, tokens = torch.full_like(window, IGNORED), None
@@ -503,7 +504,8 @@ class LogitsFile:
             columns[name] = column
         label = columns.pop("labels", label)
         _check_labels(self.path, label, self.vocab)
-        return Layout(window, position, label, max(lengths), tokens, columns)
+        length = max(lengths) if tokens is None else tokens.size(1)
+        return Layout(window, position, label, length, tokens, columns)
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
         return Read(_first(self.shards.read(rows), vocab).to(device))
