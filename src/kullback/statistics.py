@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kullback import backends
 from kullback.backends.pytorch.piece import capped, compute_dtype, inverse_temperature
-from kullback.problem import IGNORED, Problem, Side, accumulator
+from kullback.problem import IGNORED, Problem, Side, accumulator, kept_dtype
 from kullback.work import NUMBERS, TOKENS, Describe
 
 CHUNK = 1 << 26  # elements of a copy
@@ -127,8 +127,8 @@ def _log_probs(side: Side, logits: Tensor, lse: Tensor, tokens: Tensor) -> Tenso
 
 
 def as_logits(values: Tensor, form: str) -> Tensor:
-    """Whose softmax is the row, normalised."""
-    return values.log() if form == "probs" else values
+    """Whose softmax is the row, normalised. No logarithm is rounded to 16 bits."""
+    return values.to(kept_dtype(values.dtype)).log() if form == "probs" else values
 
 
 def _chunks(rows: int, step: int) -> Iterator[slice]:
