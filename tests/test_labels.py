@@ -221,6 +221,61 @@ def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator)
 
 
 @EVERY_BACKEND
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_rows_without_a_label_are_not_read(backend, device, generator, reduction, has_weights):
+    """As torch's cross-entropy has it: padding may be NaN."""
+    x = torch.randn(4, 90, generator=generator)
+    x[1], labels = torch.nan, torch.tensor([5, -100, 89, 0])
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0]) if has_weights else torch.ones(4)
+    rows = weight * F.cross_entropy(x.double(), labels, reduction="none")
+    expected = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / weight.sum()}[reduction]
+    ours, options = x.to(device).requires_grad_(), {"labels": labels.to(device), "reduction": reduction}
+    if has_weights:
+        options["row_weight"] = weight.to(device)
+    loss = kullback.divergence(ours, None, **options)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double().cpu(), expected, rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(loss.sum(), ours)
+    assert gradient.isfinite().all()
+    assert gradient[1].count_nonzero() == 0
+    hidden, head = x.to(device).requires_grad_(), torch.eye(90, device=device, requires_grad=True)
+    linear = kullback.linear_divergence(hidden, head, None, **options)
+    torch.testing.assert_close(linear.double().cpu(), expected, rtol=1e-6, atol=0)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(linear.sum(), (hidden, head)))
+
+
+def test_smoothed_rows_without_a_label_are_not_read(generator):
+    x = torch.randn(3, 90, generator=generator)
+    x[1], labels = torch.nan, torch.tensor([5, -100, 89])
+    expected = F.cross_entropy(x.double(), labels, reduction="none", label_smoothing=0.1).sum() / 3
+    ours = x.requires_grad_()
+    loss = kullback.divergence(ours, None, labels=labels, label_smoothing=0.1)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    assert torch.autograd.grad(loss, ours)[0].isfinite().all()
+
+
+def test_second_derivatives_without_a_target(device, generator):
+    x = torch.randn(3, 8, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    labels = torch.tensor([1, -100, 7], device=device)
+    assert torch.autograd.gradgradcheck(lambda x: kullback.divergence(x, None, labels=labels, z_weight=0.1), (x,))
+
+
+@pytest.mark.parametrize("weight", [None, torch.ones(2)])
+def test_losses_of_rows_have_the_dtype_of_a_loss(weight):
+    x, y, labels = torch.randn(2, 7), torch.randn(2, 7), torch.tensor([1, 2])
+    options = {"labels": labels, "row_weight": weight, "reduction": "none"}
+    values, ids = y.log_softmax(-1).topk(2)
+    for loss in (
+        kullback.topk_divergence(x, values, ids, **options),
+        kullback.divergence(x.softmax(-1), y.softmax(-1), form="probs", **options),
+        kullback.divergence(x, None, z_weight=0.1, **options),
+        kullback.divergence(x, None, label_weight=0.3, **options),
+    ):
+        assert loss.dtype == torch.float32
+
+
+@EVERY_BACKEND
 def test_z_loss_alone_and_without_labels(backend, device, generator):
     x, y = (sample("logits", (4, 90), generator, torch.float32) for _ in range(2))
     leaf = x.double().requires_grad_()

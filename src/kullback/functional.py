@@ -171,7 +171,7 @@ def divergence(
             the others are 0. Nothing is copied for it.
         labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype. A row of label -100 has its divergence
             alone. Where the label has no mass the loss is +inf.
-        divergence_weight: what the divergence counts.
+        divergence_weight: what the divergence counts; at 0 the target is not read, and gets no gradient.
         label_weight: what the label's cross-entropy counts. It is of the softmax at `temperature`.
         z_weight: what the square of the log-sum-exp counts (z-loss), of rows that have a label, or of all where there
             are no labels; of logits.
@@ -217,10 +217,20 @@ def divergence(
     >>> kullback.divergence(student, teacher, labels=torch.tensor([0]), label_weight=0.1)
     tensor(0.4015)
     """
+    sides: dict[str, Any] = {
+        "form": form,
+        "target_form": target_form,
+        "temperature": temperature,
+        "target_temperature": target_temperature,
+        "logit_scale": logit_scale,
+        "target_logit_scale": target_logit_scale,
+        "softcap": softcap,
+        "target_softcap": target_softcap,
+    }
     if target is None or divergence_weight == 0:
         if inplace:
-            raise ValueError("inplace=True needs a target, and a divergence_weight other than 0")
-        checks.problem(params, kind, form=form)
+            checks.check_inplace_options(form, reduction, divergence_weight=0)
+        checks.problem(params, kind, **sides)
         return _without_target(
             *(input, labels, form, label_weight, z_weight, label_smoothing),
             temperature=temperature,
@@ -254,21 +264,8 @@ def divergence(
             shard, tokens = parallel.slice_of(group, tokens, first_token, total_vocab)
         if not sharded.is_dtensor(labels):
             checks.check_tokens(labels, tokens)
-    problem = checks.problem(
-        params,
-        kind,
-        form=form,
-        target_form=target_form,
-        temperature=temperature,
-        target_temperature=target_temperature,
-        logit_scale=logit_scale,
-        target_logit_scale=target_logit_scale,
-        softcap=softcap,
-        target_softcap=target_softcap,
-        vocab=vocab,
-        shard=shard,
-        weights=weights if form == "logits" else DIVERGENCE_ALONE,
-    )
+    weights_of_logits = weights if form == "logits" else DIVERGENCE_ALONE
+    problem = checks.problem(params, kind, **sides, vocab=vocab, shard=shard, weights=weights_of_logits)
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:
@@ -296,11 +293,16 @@ def _without_target(
     label_smoothing: float,
     **options: Any,
 ) -> Tensor:
-    """The cross-entropy of labels: beside the input's divergence from itself, which is 0 and so are its derivatives.
+    """The labels' cross-entropy.
 
-    Where no kernel reads such rows once: the kl of a teacher that is known at one token, and sure of it.
+    Where a kernel reads such rows once: the labels' term, and the input's divergence from itself, of any kind, which is
+    0 with gradients of 0. Elsewhere the kl from a one-hot teacher.
     """
-    if labels is not None and (label_smoothing or _is_read_once(input, form, options)):
+    labels = _labels_alone(labels, input, form, label_weight, z_weight, label_smoothing)
+    is_read_once = not label_smoothing and _is_read_once(input, form, options)
+    if not is_read_once:
+        options |= _of_labelled_rows(labels, input, options)
+    if label_smoothing or is_read_once:
         return divergence(
             input,
             input.detach(),
@@ -315,7 +317,7 @@ def _without_target(
         )
     return topk_divergence(
         input,
-        *_sure_of(labels, input, label_weight),
+        *_one_hot_entries(labels, input, label_weight),
         form=form,
         tail="zero",
         labels=labels,
@@ -326,20 +328,41 @@ def _without_target(
     )
 
 
+def _labels_alone(
+    labels: Tensor | None, input: Tensor, form: str, label_weight: float, z_weight: float, label_smoothing: float
+) -> Tensor:
+    """The labels, when all that is said of them is checked."""
+    checks.check_tensor("input", input)
+    if input.dim() == 0:
+        raise ValueError("input must have the shape [..., vocab]; got []")
+    if labels is None:
+        raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
+    checks.check_name("form", form, FORMS)
+    checks.check_weights_of_labels(form, label_weight, z_weight, label_smoothing)
+    return checks.labels(labels, input)
+
+
 def _is_read_once(input: Tensor, form: str, options: dict[str, Any]) -> bool:
     """Whether a kernel has the labels of whole rows."""
-    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point() or is_traced(input):
-        return False
-    is_whole = form == "logits" and options.get("group") is None
+    is_whole = form == "logits" and options.get("group") is None and not is_traced(input)
     return is_whole and has_view_as_rows(input) and backends.has_labels_alone(input)
 
 
-def _sure_of(labels: Tensor | None, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
-    """The entries of that teacher; none where labels have no weight, times which one may be infinite."""
-    checks.check_tensor("input", input)
-    if labels is None:
-        raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
-    ids = checks.labels(labels, input).unsqueeze(-1)
+def _of_labelled_rows(labels: Tensor, input: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with which rows that have no label are not read, and a mean divides by what it would."""
+    row_weight, reduction, normalizer = (options[name] for name in ("row_weight", "reduction", "normalizer"))
+    checks.check_reduction(reduction, normalizer, input)
+    is_mean = reduction == "mean" and normalizer is None
+    counts = labels != IGNORED
+    if row_weight is None:
+        return {"row_weight": counts, "normalizer": max(math.prod(input.shape[:-1]), 1) if is_mean else normalizer}
+    weight = checks.row_weight(row_weight, input)
+    return {"row_weight": torch.where(counts, weight, 0), "normalizer": weight.sum() if is_mean else normalizer}
+
+
+def _one_hot_entries(labels: Tensor, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
+    """A teacher's that gives labels probability 1. Without a label weight there are none: 0 times infinity is NaN."""
+    ids = labels.unsqueeze(-1)
     ids = torch.where(ids == IGNORED, -1, ids) if label_weight else torch.full_like(ids, -1)
     return torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), ids
 
@@ -423,11 +446,11 @@ def topk_divergence(
             no tokens, in transforms and compiled code too. On a GPU those stop the device, as an index out of range
             does in torch: nothing waits for their check.
 
-    The teacher's tail counts at least half a rounding of 1 (6e-8; 1e-16 of float64) as long as there are tokens outside
-    the ids, so that one whose entries sum to 1 has a finite reverse_kl. A tail of four roundings of the stored entries'
-    dtype or less may be nothing else. Where the student has nothing outside it counts as none; at a temperature other
-    than 1, which makes it grow, as no more than the student's. With "bucket" and "renormalize" a row without ids has a
-    divergence of 0, if its probabilities sum to 1.
+    Where there are tokens outside the ids, the teacher's tail has a mass of at least 6e-8 (1e-16 in float64). So
+    reverse_kl is finite when the entries sum to 1. A tail of at most four roundings of the entries' dtype may be
+    rounding alone. It then counts as 0 where the student has no mass outside the ids. At a temperature other than 1 it
+    counts as no more than the student's tail. With "bucket" and "renormalize" a row without ids has a divergence of 0, if its
+    probabilities sum to 1.
 
     Source: docs/mathematics.md.
 
@@ -485,8 +508,8 @@ def topk_divergence(
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight, labels)
     with collecting.apart(problem, operands) if collecting.is_collecting() else contextlib.nullcontext():
-        if teacher.problem.is_mixed:
-            loss = reduced.finish(reduced.of_rows(topk.mixed_rows(teacher, operands, dtype)))
+        if teacher.problem.has_auxiliary:
+            loss = reduced.finish(reduced.of_rows(topk.auxiliary_rows(teacher, operands, dtype)))
         elif reduced.per_row:
             loss = reduced.finish(topk.per_row(teacher, operands, dtype))
         else:
@@ -532,10 +555,10 @@ def linear_divergence(
     """Divergence of two language models from their hidden states: of softmax(input @ weight.T + bias) from the teacher.
 
     `divergence(F.linear(input, weight, bias), F.linear(target, target_weight, target_bias), kind, ...)`, of which the
-    logits are in memory a chunk of rows at a time. A sum or mean writes its gradients as it goes: a product each for
-    the logits of both models, the gradient of `input` and that of `weight`; what needs no gradient costs no product,
-    and of a teacher without gradients nothing is kept. Losses of single rows (reduction "none"), sums of float16 and
-    those whose `row_weight` wants a gradient keep the operands and 56 bytes a row, and their backward projects again.
+    logits are in memory a chunk of rows at a time. "sum" and "mean" write the gradients in the forward pass. That is
+    one matrix product each for the student's logits, the teacher's, the gradient of `input` and that of `weight`.
+    What needs no gradient costs no product. Three cases keep their inputs and a few numbers per row instead, and
+    project again in backward: reduction "none", float16, and a `row_weight` that requires a gradient.
 
     Args:
         input: the student's hidden states, `[..., hidden]`, floating point.
@@ -605,8 +628,25 @@ def linear_divergence(
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
-    if target is None or divergence_weight == 0:  # the kl of a teacher that is known at one token, and sure of it
-        target, target_indices = _sure_of(labels, input, label_weight)
+    if target is None or divergence_weight == 0:
+        checks.check_name("tail", tail, checks.TAILS)
+        checks.problem(
+            params,
+            kind,
+            form="logits",
+            target_form=target_form if target_indices is None else "logits",
+            temperature=temperature,
+            target_temperature=target_temperature,
+            logit_scale=logit_scale,
+            target_logit_scale=target_logit_scale,
+            softcap=softcap,
+            target_softcap=target_softcap,
+        )
+        labels = _labels_alone(labels, input, "logits", label_weight, z_weight, label_smoothing)
+        if sequence_dim is None:
+            given = {"row_weight": row_weight, "reduction": reduction, "normalizer": normalizer}
+            row_weight, normalizer = _of_labelled_rows(labels, input, given).values()
+        target, target_indices = _one_hot_entries(labels, input, label_weight)
         target_weight = target_bias = target_logit_scale = target_softcap = None
         kind, target_form, tail, target_temperature, params = "kl", "log_probs", "zero", 1.0, {}
         divergence_weight, label_weight = label_weight, 0.0
@@ -679,12 +719,12 @@ def linear_divergence(
     if labels is not None:
         checks.check_tokens(labels, tokens)
     if sequence_dim is not None and group is not None:
-        hidden = parallel.gather_rows(hidden, sequence_dim, group, sums=True)
-        target = parallel.gather_rows(target, sequence_dim, group, sums=not is_topk)
-        row_weight = None if row_weight is None else parallel.gather_rows(row_weight, sequence_dim, group)
-        labels = None if labels is None else parallel.gather_rows(labels, sequence_dim, group)
+        hidden = parallel.all_gather_rows(hidden, sequence_dim, group, sums=True)
+        target = parallel.all_gather_rows(target, sequence_dim, group, sums=not is_topk)
+        row_weight = None if row_weight is None else parallel.all_gather_rows(row_weight, sequence_dim, group)
+        labels = None if labels is None else parallel.all_gather_rows(labels, sequence_dim, group)
         if target_indices is not None:
-            target_indices = parallel.gather_rows(target_indices, sequence_dim, group)
+            target_indices = parallel.all_gather_rows(target_indices, sequence_dim, group)
     rows = hidden.shape[:-1]
     ids, negligible = None, 0.0
     if target_indices is not None:
@@ -990,7 +1030,7 @@ def linear_row_statistics(
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """[rows, ...] of [..., rows, ...]"""
+    """[rows, n] of [..., n]"""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.size(-1))
 
 

@@ -26,7 +26,7 @@ class Reduction(NamedTuple):
 
     def of_rows(self, losses: Tensor) -> Tensor:
         """What kernels would have found, of the weighted losses of rows."""
-        return losses if self.per_row else (losses.sum() * self.scale).to(self.dtype)
+        return (losses if self.per_row else losses.sum() * self.scale).to(self.dtype)
 
     def finish(self, loss: Tensor) -> Tensor:
         """What is wanted, of what the kernels found."""

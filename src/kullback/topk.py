@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kullback import autograd, backends, collecting, library, parallel
-from kullback import labels as of_labels
-from kullback.autograd import Context, Gradients, is_differentiated_again, weighing, weighted, widened
+from kullback import labels as auxiliary
+from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
@@ -134,8 +134,8 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
     if work.figures is not None:
         work.figures.copy_(collecting.figures_of(problem, x, work.row_weight))
         work = work._replace(figures=None)
-    if problem.is_mixed:
-        ids, gathered, d_gathered = _run_mixed(work, ids, negligible)
+    if problem.has_auxiliary:
+        ids, gathered, d_gathered = _run_auxiliary(work, ids, negligible)
     else:
         has_tail = work.target.size(-1) > ids.size(-1)
         gathered = gather(problem, x, ids, has_tail or is_of_support(problem, has_tail))
@@ -164,7 +164,7 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
     return torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
 
 
-def _run_mixed(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same of losses that are more than divergences: the ids, labels too; what was gathered there; its gradient."""
     problem, x, labels, weights = work.problem, work.input, work.labels, work.problem.weights
     teacher = Teacher(ids, problem, negligible, work.target.size(-1) > ids.size(-1))
@@ -180,7 +180,7 @@ def _run_mixed(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tens
     total_lse = lse.squeeze(-1) + offset
     if losses is not None:
         logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1) + offset
-        more = of_labels.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, logit)
+        more = auxiliary.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, logit)
         losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)
@@ -192,7 +192,7 @@ def _run_mixed(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tens
     if at_teacher.size(-1) > k:  # the tail's, shared between the label and the others
         d_gathered[:, k:] = d_teacher[:, k:] * (gathered[:, k:] - log_sum(gathered[:, k:])).nan_to_num().exp()
     upstream = upstream * work.scale
-    factor = of_labels.mass_factor(problem, total_lse, labels) * upstream
+    factor = auxiliary.mass_factor(problem, total_lse, labels) * upstream
     d_gathered += factor.unsqueeze(-1) * (gathered - lse).nan_to_num().exp()
     d_gathered[:, :-1] -= torch.where(at_label, (upstream * weights.label).unsqueeze(-1), 0.0)
     return wide, gathered, d_gathered
@@ -346,7 +346,7 @@ class GatherRows(torch.autograd.Function):
 
 
 class ScatterRows(torch.autograd.Function):
-    """`scatter` to [..., vocab], which is the end of it."""
+    """`scatter` to [..., vocab]."""
 
     generate_vmap_rule = True
 
@@ -359,11 +359,19 @@ class ScatterRows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Problem], output: Tensor) -> None:
-        pass
+        *tensors, ctx.problem = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        raise RuntimeError("topk_divergence cannot be differentiated twice")
+        """By a formula that has what was gathered in it."""
+        problem, (input, ids, gathered, d_gathered) = ctx.problem, ctx.saved_tensors
+        if problem.shard.group:
+            raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
+        rows, upstream, has_tail = problem.narrow(input), problem.narrow(grad_out), gathered.size(-1) > ids.size(-1)
+        d_rows, d_d_gathered = in_torch.scattered_again(problem, rows, ids, has_tail, d_gathered, upstream)
+        d_input = torch.nn.functional.pad(d_rows, (0, input.size(-1) - d_rows.size(-1)))
+        return d_input, None, None, d_d_gathered, None
 
 
 def _operator(apply: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -407,7 +415,7 @@ def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tupl
     return at_ids(teacher.problem, form), Operands(gathered, target, row_weight)
 
 
-def mixed_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
+def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, of a loss that is more than a divergence; differentiable."""
     problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
     if problem.input.form != "logits":
@@ -416,7 +424,7 @@ def mixed_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tens
             return rows
         tokens = problem.vocab or input.size(-1)
         form = problem.input.form
-        return rows + of_labels.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
+        return rows + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
     wide = with_labels(teacher.ids, labels)
     gathered: Tensor = GatherRows.apply(input, wide, problem, True)
     if row_weight is not None:
@@ -425,7 +433,7 @@ def mixed_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tens
     lse = log_sum(gathered).squeeze(-1)
     logit = torch.where(is_label(wide, labels), gathered[..., :-1], 0.0).sum(-1)
     offset = offset_of(problem, input, wide)
-    more = of_labels.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, logit)
+    more = auxiliary.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, logit)
     return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
 
 
@@ -485,17 +493,22 @@ class TopKTotal(torch.autograd.Function):
         given = Operands._make(operands)
         problem, gathered = gather_rows(teacher, given)
         total, d_gathered, _ = library.sum_losses(problem, gathered, scale, dtype, (True, False))
-        ctx.problem, ctx.backend, ctx.count = teacher.problem, backends.forced(), len(operands)
-        ctx.save_for_backward(given.input, teacher.ids, gathered.input, d_gathered)
+        ctx.teacher, ctx.scale, ctx.dtype, ctx.backend = teacher, scale, dtype, backends.forced()
+        ctx.save_for_backward(gathered.input, d_gathered, *operands)
         return total
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        input, ids, gathered, d_gathered = ctx.saved_tensors
-        # 0 in rows that do not count, even if the upstream gradient is infinite
-        d_gathered = torch.where(d_gathered == 0, 0.0, d_gathered * grad_out.to(d_gathered.dtype))
-        d_input = _scattered(ctx, input, ids, gathered, d_gathered)
-        return None, None, None, d_input, *(None for _ in range(ctx.count - 1))
+        gathered, d_gathered, *saved = ctx.saved_tensors
+        teacher, operands = ctx.teacher, Operands(*saved)
+        if is_differentiated_again(grad_out):
+            d_input = _differentiable(ctx, operands, grad_out * ctx.scale)
+        else:
+            # 0 in rows that do not count, even if the upstream gradient is infinite
+            d_gathered = torch.where(d_gathered == 0, 0.0, d_gathered * grad_out.to(d_gathered.dtype))
+            with backends.restored(ctx.backend):
+                d_input = scatter(teacher.problem, operands.input, teacher.ids, gathered, d_gathered)
+        return None, None, None, d_input, *(None for _ in saved[1:])
 
 
 class TopKPerRow(torch.autograd.Function):
@@ -506,31 +519,33 @@ class TopKPerRow(torch.autograd.Function):
         given = Operands._make(operands)
         problem, gathered = gather_rows(teacher, given)
         loss, state = library.row_losses(problem, gathered, dtype)
-        ctx.problem, ctx.gathered_problem, ctx.backend = teacher.problem, problem, backends.forced()
-        ctx.save_for_backward(given.input, teacher.ids, state, *gathered)
+        ctx.teacher, ctx.problem, ctx.dtype, ctx.backend = teacher, problem, dtype, backends.forced()
+        ctx.save_for_backward(state, gathered.input, gathered.target, *operands)
         return loss.view(given.input.shape[:-1])
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        input, ids, state, *saved = ctx.saved_tensors
-        operands = Operands(*saved)
-        grad_out = weighted(widened(grad_out.reshape(-1)), operands.row_weight)
-        operands, wants = weighing(operands, grad_out), (True, False)
+        state, gathered, target, *saved = ctx.saved_tensors
+        teacher, operands = ctx.teacher, Operands(*saved)
         if is_differentiated_again(grad_out):
-            d_gathered = autograd.Gradient.apply(ctx.gathered_problem, wants, state, *operands)[0]
+            d_input = _differentiable(ctx, operands, grad_out)
         else:
+            row_weight = None if operands.row_weight is None else row_vector(operands.row_weight, gathered.size(0))
+            given = Operands(gathered, target, weighted(widened(grad_out.reshape(-1)), row_weight))
             with backends.restored(ctx.backend):
-                d_gathered = library.write_gradients(ctx.gathered_problem, operands, state, wants)[0]
-        d_input = _scattered(ctx, input, ids, operands.input, d_gathered)
+                d_gathered = library.write_gradients(ctx.problem, given, state, (True, False))[0]
+                assert d_gathered is not None
+                d_input = scatter(teacher.problem, operands.input, teacher.ids, gathered, d_gathered)
         return None, None, d_input, *(None for _ in saved[1:])
 
 
-def _scattered(ctx: Context, input: Tensor, ids: Tensor, gathered: Tensor, d_gathered: Tensor) -> Tensor:
-    """The gradient in the input, from that in what was gathered of it."""
-    if is_differentiated_again(d_gathered):
-        return ScatterRows.apply(input, ids, gathered, d_gathered, ctx.problem)  # type: ignore[no-any-return]
-    with backends.restored(ctx.backend):
-        return scatter(ctx.problem, input, ids, gathered, d_gathered)
+def _differentiable(ctx: Context, operands: Operands, grad_out: Tensor) -> Tensor:
+    """The gradient in the input, differentiable or traced: of losses that are found again by operators."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), backends.restored(ctx.backend):
+        losses = autograd.per_row(*on_gathered(ctx.teacher, operands), ctx.dtype)
+    grad_out = grad_out.expand(losses.shape)
+    return torch.autograd.grad(losses, operands.input, grad_out, create_graph=create_graph)[0]
 
 
 def _is_plain(operands: Operands, teacher: Teacher) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kullback.backends.pytorch.piece import capped, softcap_grad
 from kullback.problem import Problem, accumulator, kept_dtype
 from kullback.tracing import in_functorch
 from kullback.work import Entries, Gather, Scatter, TopK
@@ -53,16 +54,21 @@ def entries(
 
 
 def gather(work: Gather) -> None:
-    problem, form, k = work.problem, work.problem.input.form, work.ids.size(1)
-    nothing = none_of(form)
     for rows in _chunks(work.input):
-        columns = work.ids[rows]
-        values = _counted(problem, work.input[rows], columns)
-        work.gathered[rows, :k] = values.gather(1, columns.clamp(min=0)).masked_fill_(columns < 0, nothing)
-        if work.has_tail:
-            others = values.masked_fill(_marked(columns, values.size(1)), nothing)
-            work.gathered[rows, -1] = others.sum(1) if form == "probs" else others.logsumexp(1)
+        work.gathered[rows] = gathered(work.problem, work.input[rows], work.ids[rows], work.has_tail)
     drop_rounding(work)
+
+
+def gathered(problem: Problem, x: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
+    """[rows, k (+ 1)]: what rows are at their ids, and what all others have together."""
+    form, values = problem.input.form, _counted(problem, x, ids)
+    nothing = none_of(form)
+    at_ids = torch.where(ids < 0, nothing, values.gather(-1, ids.clamp(min=0)))
+    if not has_tail:
+        return at_ids
+    others = torch.where(_marked(ids, values.size(-1)), nothing, values)
+    tail = others.sum(-1) if form == "probs" else others.logsumexp(-1)
+    return torch.cat([at_ids, tail.unsqueeze(-1)], -1)
 
 
 def drop_rounding(work: Gather) -> None:
@@ -72,27 +78,43 @@ def drop_rounding(work: Gather) -> None:
 
 
 def scatter(work: Scatter) -> None:
-    side, (k, vocab) = work.problem.input, (work.ids.size(1), work.input.size(1))
     for rows in _chunks(work.input):
-        columns = work.ids[rows]
-        values = _counted(work.problem, work.input[rows], columns)
-        # A last column takes what belongs to no token.
-        gradient = values.new_zeros(values.size(0), vocab + 1)
-        if work.has_tail:
-            tail, d_tail = work.gathered[rows, k:], work.d_gathered[rows, k:]
-            if side.form == "probs":
-                gradient[:] = d_tail
-            else:
-                shares = torch.exp(values - torch.where(tail == -math.inf, 0.0, tail))
-                gradient[:, :vocab] = torch.where(d_tail == 0, 0, shares * d_tail)
-        gradient.scatter_(1, torch.where(columns < 0, vocab, columns), work.d_gathered[rows, :k])
-        gradient = gradient[:, :vocab]
-        if side.form == "logits":
-            slope = (
-                1 - (values * side.temperature / side.softcap).square() if side.softcap else 1.0
-            ) / side.temperature
-            gradient = torch.where(gradient == 0, 0, gradient * slope)
-        work.d_input[rows] = gradient
+        tail = work.gathered[rows, work.ids.size(1) :]
+        work.d_input[rows] = scattered(work.problem, work.input[rows], work.ids[rows], tail, work.d_gathered[rows])
+
+
+def scattered(problem: Problem, x: Tensor, ids: Tensor, tail: Tensor, d_gathered: Tensor) -> Tensor:
+    """The gradient in rows, from that in what was gathered of them, of which `tail` is the last if it is there."""
+    side, vocab = problem.input, x.size(-1)
+    values = _counted(problem, x, ids)
+    gradient = torch.zeros_like(values)
+    if tail.size(-1):
+        d_tail = d_gathered[..., ids.size(-1) :]
+        shares: Tensor | float = (
+            1.0 if side.form == "probs" else torch.exp(values - torch.where(tail == -math.inf, 0.0, tail))
+        )
+        gradient = torch.where(d_tail == 0, 0.0, shares * d_tail).expand_as(values)
+    # A last column takes what belongs to no token.
+    columns = torch.where(ids < 0, vocab, ids)
+    gradient = torch.nn.functional.pad(gradient, (0, 1)).scatter(-1, columns, d_gathered[..., : ids.size(-1)])[
+        ..., :vocab
+    ]
+    if side.form != "logits":
+        return gradient
+    slope = softcap_grad(values * side.temperature, side.softcap) / side.temperature
+    return torch.where(gradient == 0, 0.0, gradient * slope)
+
+
+def scattered_again(
+    problem: Problem, x: Tensor, ids: Tensor, has_tail: bool, d_gathered: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `scattered` in the rows, which the tail is of too, and in `d_gathered`."""
+
+    def formula(x: Tensor, d_gathered: Tensor) -> Tensor:
+        tail = gathered(problem, x, ids, has_tail)[..., ids.size(-1) :]
+        return scattered(problem, x, ids, tail, d_gathered)
+
+    return torch.func.vjp(formula, x, d_gathered)[1](upstream)  # type: ignore[no-any-return]
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:
@@ -106,8 +128,8 @@ def _counted(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
     if side.form != "logits":
         return values
     if side.softcap:
-        return side.softcap * torch.tanh(values / side.softcap) / side.temperature
-    return (values - reference(values, ids)) / side.temperature
+        return capped(values, side.softcap) / side.temperature
+    return (values - reference(values.detach(), ids)) / side.temperature
 
 
 def reference(values: Tensor, ids: Tensor) -> Tensor:
@@ -120,8 +142,8 @@ def reference(values: Tensor, ids: Tensor) -> Tensor:
 
 def _marked(ids: Tensor, vocab: int) -> Tensor:
     """Which of a row's elements are among its ids."""
-    marks = ids.new_zeros((ids.size(0), vocab + 1), dtype=torch.bool)
-    return marks.scatter_(1, torch.where(ids < 0, vocab, ids), True)[:, :vocab]
+    marks = ids.new_zeros((*ids.shape[:-1], vocab + 1), dtype=torch.bool)
+    return marks.scatter(-1, torch.where(ids < 0, vocab, ids), True)[..., :vocab]
 
 
 def _checked(indices: Tensor, vocab: int, skipped: Tensor | None) -> Tensor:
