@@ -66,7 +66,7 @@ class Logits(NamedTuple):
     known: bool = False
     capped: bool = False
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
-    mixed: bool = False  # whether a row's loss is more than its divergence
+    auxiliary: bool = False  # whether a row's loss is more than its divergence
     peers: bool = False  # whether each rank has a slice of the rows
     in_phase: bool = True  # whether the tensors' rows have vectors at the same elements
 
@@ -99,10 +99,10 @@ LOGITS = {
     "capped, total and both gradients": Logits(32000, True, BOTH, capped=True),
     "short rows out of phase, both gradients": Logits(1000, False, BOTH, in_phase=False),
     "capped short rows": Logits(1000, False, BOTH, capped=True),
-    "labels, total and gradient": Logits(128256, True, INPUT, mixed=True),
-    "labels, both gradients": Logits(50257, True, BOTH, mixed=True),
-    "labels, short rows": Logits(1000, False, BOTH, mixed=True),
-    "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, mixed=True),
+    "labels, total and gradient": Logits(128256, True, INPUT, auxiliary=True),
+    "labels, both gradients": Logits(50257, True, BOTH, auxiliary=True),
+    "labels, short rows": Logits(1000, False, BOTH, auxiliary=True),
+    "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, auxiliary=True),
     "slices, rows and gradient": Logits(64128, True, INPUT, peers=True),
     "slices, rows and both gradients": Logits(25129, True, BOTH, peers=True),
     "statistics": Logits(32000, True, NONE, "statistics"),
@@ -167,7 +167,7 @@ class Case(NamedTuple):
         mode = (LOGITS | OF_FLOAT32)[self.mode]
         side = lambda form: Side(form, softcap=float(mode.capped))
         problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
-        if mode.mixed:
+        if mode.auxiliary:
             problem = dataclasses.replace(problem, weights=Weights(label=0.5))
         is_streamed = mode.known or mode.verb == "accumulate"
         chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
@@ -188,7 +188,7 @@ class Case(NamedTuple):
             has_outputs=mode.verb != "gradient",
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
-            mixed=mode.mixed,
+            auxiliary=mode.auxiliary,
             has_peers=mode.peers,
             near=near,
             narrow=narrow,
@@ -247,7 +247,7 @@ def logits_cases():
             yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for case in on_other_architectures():
         mode = LOGITS[case.mode]
-        if mode.wants == BOTH or not (case.arch in ("sm_90a", "sm_100a") or mode.mixed or mode.peers):
+        if mode.wants == BOTH or not (case.arch in ("sm_90a", "sm_100a") or mode.auxiliary or mode.peers):
             yield case
     for kind, mode in itertools.product(KINDS, OF_FLOAT32):
         if kind in ("kl", "jensen_shannon") or (mode == "rounded gradient" and kind in FEW):

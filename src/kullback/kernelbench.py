@@ -1,4 +1,4 @@
-"""The original system: KernelBench level 1, problem 98, and its kernel as one standalone file."""
+"""KernelBench level 1, problem 98: its inputs, and a kernel for it as one standalone file."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Marks(NamedTuple):
             return gradient
         return gradient.scatter_add_(-1, self.columns.unsqueeze(-1), -self.at_label.to(gradient.dtype).unsqueeze(-1))
 
-    def of_rows(self, rows: Tensor) -> Marks:
+    def select(self, rows: Tensor) -> Marks:
         everywhere = None if self.everywhere is None else self.everywhere[rows]
         return Marks(self.columns[rows], self.at_label[rows], everywhere)
 

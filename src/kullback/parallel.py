@@ -167,10 +167,10 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
         labels = _own_labels(work)
         if labels is not None:
             logit = label_logits(problem.input, problem.narrow(as_rows(operands.input)), labels)
-        known = all_gather(torch.cat([stats, logit.unsqueeze(0)]) if problem.is_mixed else stats, group)
+        known = all_gather(torch.cat([stats, logit.unsqueeze(0)]) if problem.has_auxiliary else stats, group)
         merged = merge_stats(problem, [unpacked(RowStats, piece[: len(stats)]) for piece in known])
         stats = _pack(problem, merged)
-        if problem.is_mixed:
+        if problem.has_auxiliary:
             logit = known[:, -1].sum(0)
     else:
         merged = unpacked(RowStats, stats.zero_())
@@ -180,7 +180,7 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
         sums = packed(rows, len(RowSums._fields), operands.input)
         backends.run(Rows(problem, operands, "accumulate", known=stats, found=sums))
         loss, state = finish(problem, merged, merge_sums([RowSums(*piece) for piece in all_gather(sums, group)]))
-    if problem.is_mixed:
+    if problem.has_auxiliary:
         labels = None if operands.labels is None else row_vector(operands.labels, rows)
         loss = losses(problem, loss, merged.input_lse, labels, logit, torch.zeros_like(logit))
     return loss, state
@@ -205,7 +205,7 @@ def _gather(work: Gather) -> None:
     group = resolved(problem.shard.group)
     _check_work(work, x.size(0))
     form, nothing = problem.input.form, in_torch.none_of(problem.input.form)
-    ids = _own_ids(work)
+    ids = in_slice(work.ids, problem.shard.first_token, work.input.size(1))
     own = x.new_full((x.size(0), work.gathered.size(1) + 1), nothing, dtype=kept_dtype(x.dtype))
     own[:, -1] = _reference(problem, x, ids)
     if x.size(1):
@@ -225,34 +225,27 @@ def _scatter(work: Scatter) -> None:
     problem, x = work.problem, work.input
     if not x.size(1):
         return
-    ids, gathered = _own_ids(work), work.gathered
+    ids, gathered = in_slice(work.ids, problem.shard.first_token, x.size(1)), work.gathered
     reference = _reference(problem, x, ids).to(gathered.dtype).unsqueeze(1) / problem.input.temperature
     gathered, d_gathered = (t.to(kept_dtype(x.dtype)) for t in (gathered - reference, work.d_gathered))
     backends.run(work._replace(ids=ids, gathered=gathered, d_gathered=d_gathered))
-
-
-def _own_ids(work: Gather | Scatter) -> Tensor:
-    """Where the ids stand in this rank's slice; -1 of those that others have."""
-    ids = work.ids - work.problem.shard.first_token
-    return torch.where((work.ids >= 0) & (ids >= 0) & (ids < work.input.size(1)), ids, -1)
 
 
 def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
     """[rows]: what backends take from a row's logits, the largest at its ids (`Gather`); 0 where they take nothing."""
     if problem.input.form != "logits" or problem.input.softcap or not x.size(1):
         return x.new_zeros(x.size(0))
-    largest = x.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(1)
-    return torch.where(largest.isfinite(), largest, 0.0)
+    return in_torch.reference(x, ids).squeeze(1)
 
 
 # Rows that ranks have parts of, before or after the vocabulary is shared: sequence parallelism.
 
 
-def gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
+def all_gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
     """Everyone's rows, along one of their dimensions; `sums`: of whose gradient each rank has a part."""
     if not torch.compiler.is_compiling() and _checks.get():
         _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}")
-    return GatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
+    return AllGatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
 
 
 def own_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -260,8 +253,8 @@ def own_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return OwnRows.apply(tensor, dim, group)  # type: ignore[no-any-return]
 
 
-class GatherRows(torch.autograd.Function):
-    """`gather_rows`.
+class AllGatherRows(torch.autograd.Function):
+    """`all_gather_rows`.
 
     What is made of them is the same on all ranks, and so is its gradient, of which each takes its rows'. With `sums`
     each has a part of the gradient, and the sum of these is scattered.

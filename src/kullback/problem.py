@@ -98,8 +98,8 @@ class Problem:
         return {} if known is None else {known.name: self.parameter}
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether a row's loss is more than its divergence."""
+    def has_auxiliary(self) -> bool:
+        """Whether a row's loss is more than its divergence: its label's cross-entropy, or its log-sum-exp's square."""
         return self.weights != DIVERGENCE_ALONE
 
     @functools.cached_property

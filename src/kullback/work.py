@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kullback.problem import Problem, Side, accumulator
 from kullback.state import Mode, RowStats
 
 Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]
-VERBS: tuple[Verb, ...] = ("loss", "statistics", "accumulate", "gradient")  # as kernels number them
+VERBS: tuple[Verb, ...] = get_args(Verb)  # as kernels number them
 
 
 class Operands(NamedTuple):

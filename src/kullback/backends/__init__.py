@@ -35,8 +35,8 @@ class BackendInfo(NamedTuple):
     """What the last call ran on.
 
     `name` is the backend of all its parts, or the names of several joined by "+". `parts` has each part's: "loss",
-    "gradient", "statistics", "accumulate"; of a top-k teacher also "entries", "gather" and "scatter". `refused` says
-    why preferred backends did not run.
+    "gradient", "statistics", "accumulate"; "describe" of `row_statistics`; "labels" where these are looked at apart;
+    "entries", "gather" and "scatter" of a top-k teacher. `refused` says why preferred backends did not run.
     """
 
     name: str

@@ -5,13 +5,12 @@ Of megatron/training/distillation/cached_logits_loss.py at commit d98e8a64d.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kullback import functional
+from kullback.integrations.log_probs import slices_of
 
 SENTINEL = -1e3  # CACHED_LOGITS_LOGPROB_SENTINEL: an entry that is none
 
@@ -56,10 +55,6 @@ def topk_kl_div(
     >>> topk_kl_div(student, values, ids, 1, 0, None, add_ghost_token=True)
     tensor([[0.1004]])
     """
-    width = student_logits.size(-1)
-    slices: dict[str, Any] = {}
-    if tp_size > 1:
-        slices = {"group": tp_group, "first_token": tp_rank * width, "total_vocab": tp_size * width}
     loss = functional.topk_divergence(
         student_logits,
         teacher_topk_logprobs.float(),
@@ -67,7 +62,7 @@ def topk_kl_div(
         "kl",
         tail="bucket" if add_ghost_token else "support",
         reduction="none",
-        **slices,
+        **slices_of(student_logits, tp_group if tp_size > 1 else None),
     )
     if tp_size > 1:
         loss = loss.detach() / tp_size + (loss - loss.detach())  # a share of the value, and all of the gradient

@@ -17,7 +17,7 @@ from kullback.backends.c.compile import HERE, arguments_of, compiler, function, 
 from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
 from kullback.problem import formula, has_corner, moments_of
-from kullback.work import VERBS, Describe, Entries, Gather, Labels, Rows, Scatter, Work
+from kullback.work import VERBS, Describe, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
@@ -68,10 +68,8 @@ def run(work: Work) -> None:
         describe.run(work)
     elif isinstance(work, Entries):
         topk.entries(work)
-    elif isinstance(work, Labels):
+    else:
         pytorch.run(work)
-    elif work.factor.item() != 1:
-        work.gradient.mul_(work.factor)
 
 
 def source(variant: Variant) -> str:

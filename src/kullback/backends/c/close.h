@@ -2,7 +2,6 @@
 
 #define close_select_near(x, bound, near, far) (near)
 #define close_abs safe_abs
-#define close_exp safe_exp
 #define close_log_mix safe_log_mix
 #define close_fraction safe_fraction
 #define close_mixture safe_mixture

@@ -25,7 +25,7 @@ def asks_peers(work: Rows) -> bool:
     """Whether kernels have a loss of such rows together with other ranks' (`peers`). All ranks find the same."""
     problem = work.problem
     has_logits = problem.input.form == problem.target.form == "logits"
-    return has_logits and not problem.is_mixed and torch.float64 not in (work.input.dtype, work.target.dtype)
+    return has_logits and not problem.has_auxiliary and torch.float64 not in (work.input.dtype, work.target.dtype)
 
 
 def why_not_with_peers(work: Rows) -> str | None:

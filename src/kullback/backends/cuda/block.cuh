@@ -1,4 +1,4 @@
-/* Sums over the threads of a block and over the grid, in a fixed order. */
+/* Sums over the threads of a block, and from these over the grid, in a fixed order. */
 #pragma once
 
 #include "cuda/config.cuh"
@@ -39,28 +39,6 @@ INLINE bool grid_sum(double value, double *partial, unsigned *ticket, double *re
     for (unsigned block = threadIdx.x; block < gridDim.x; block += THREADS)
         sum += __ldcg(partial + block);
     *result = block_sum(sum);
-    if (threadIdx.x == 0)
-        *ticket = 0;
-    return true;
-}
-
-/* Of each block's first thread, by its first warp, or the first logical one, alone: others may be elsewhere. */
-INLINE bool first_warps_sum(double value, double *partial, unsigned *ticket, double *result)
-{
-    unsigned before = 0;
-    if (threadIdx.x == 0) {
-        partial[blockIdx.x] = value;
-        __threadfence();
-        before = atomicAdd(ticket, 1u);
-    }
-    before = (unsigned)shfl((int)before, 0);
-    if (before != gridDim.x - 1)
-        return false;
-    __threadfence();
-    double sum = 0;
-    for (unsigned block = threadIdx.x; block < gridDim.x; block += LOGICAL_WARP)
-        sum += __ldcg(partial + block);
-    *result = warp_sum(sum);
     if (threadIdx.x == 0)
         *ticket = 0;
     return true;

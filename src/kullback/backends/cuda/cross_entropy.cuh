@@ -3,7 +3,7 @@
    copies tiles of its slice into the stages of a pipeline in shared memory, as far ahead as there are stages. */
 #pragma once
 
-#include "cuda/block.cuh"
+#include "cuda/grid.cuh"
 #include "cuda/softmax.cuh"
 
 namespace kullback {

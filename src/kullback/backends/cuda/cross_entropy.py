@@ -35,7 +35,7 @@ def takes(work: Rows) -> bool:
     """Whether this kernel is for the rows: their divergence is 0, and so are its derivatives."""
     problem, x, y = work.problem, work.input, work.target
     return (
-        problem.is_mixed
+        problem.has_auxiliary
         and x.data_ptr() == y.data_ptr()
         and x.stride() == y.stride()
         and x.dtype == y.dtype

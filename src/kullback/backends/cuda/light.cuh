@@ -22,7 +22,6 @@ namespace kullback {
 #define light_mixture fast_mixture
 #define light_fraction in_range_ratio_or_zero
 #define light_log_mix near_log_mix
-#define light_exp fast_exp
 
 /* Of the difference, as the row's Σ exp was found: a rounding that all masses share would not be in that. */
 INLINE real light_logit_mass(real x, real row_max, real inv_temperature, real inv_sum_exp)

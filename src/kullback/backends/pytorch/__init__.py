@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kullback import labels as of_rows
+from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
 from kullback.problem import Problem, Side, accumulator
@@ -48,7 +48,7 @@ def run(work: Work) -> None:
 
 def _labels(work: Labels) -> None:
     if work.input is None or work.logits is None:
-        of_rows.assert_tokens(work.labels, work.vocab)
+        auxiliary.assert_tokens(work.labels, work.vocab)
     else:
         work.logits.copy_(label_logits(work.side, work.input, work.labels)).masked_fill_(work.labels < 0, torch.nan)
 
@@ -71,7 +71,7 @@ def _rows(work: Rows) -> None:
             continue
         state = None if known is None else unpacked(RowState, known)
         labels = None if work.labels is None else work.labels[part]
-        if problem.is_mixed and needs_sums:
+        if problem.has_auxiliary and needs_sums:
             of_labels.append(chunk.expected(labels))  # before gradients take their place
         if needs_sums:
             stats, sums = chunk.sums()
@@ -87,8 +87,8 @@ def _rows(work: Rows) -> None:
             if state is not None and not is_linear:
                 grad_out = weighted(state.d_loss * scale, weight)
             upstream = None
-            if problem.is_mixed and state is not None:
-                sum_q = of_rows.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, labels)
+            if problem.has_auxiliary and state is not None:
+                sum_q = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, labels)
                 state = state._replace(d_log_q=sum_q)
                 upstream = weighted(torch.full_like(sum_q, work.scale), weight)
             chunk.write(work, part, state, grad_out, skips=weight is not None, upstream=upstream)
@@ -107,7 +107,7 @@ def _finish(
     loss, state = finish(work.problem, RowStats._make(_joined(stats)), RowSums._make(_joined(sums)))
     if of_labels:
         expected = (torch.cat(numbers) for numbers in zip(*of_labels, strict=True))
-        loss = of_rows.losses(work.problem, loss, state.input_lse, work.labels, *expected)
+        loss = auxiliary.losses(work.problem, loss, state.input_lse, work.labels, *expected)
     loss = weighted(loss, work.row_weight)
     if work.figures is not None and work.row_weight is not None:
         work.figures.masked_fill_(work.row_weight == 0, 0)  # not read
@@ -200,7 +200,7 @@ class Chunk:
             marks = None
             if upstream is not None and self.problem.weights.label:
                 width = part.stop - part.start
-                marks = of_rows.marks(self.problem, labels, upstream, tokens, part.start, width)
+                marks = auxiliary.marks(self.problem, labels, upstream, tokens, part.start, width)
             piece.write(outputs, state, grad_out, skips, marks)
 
 

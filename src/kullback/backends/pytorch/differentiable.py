@@ -82,7 +82,7 @@ def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool,
     variables["target_grad_sum"] = sums["d_log_p"].sum(-1, keepdim=True)
     total = {"total": sums["term"].sum(-1), "tilted_lse": tilted_lse}
     d_loss = problem.formula.finish.run({**total, **problem.parameters})["derivative"]
-    if problem.is_mixed:
+    if problem.has_auxiliary:
         sum_q = shifted(problem, sum_q, torch.as_tensor(d_loss), lse["input"].squeeze(-1), labels)
     variables["input_grad_sum"] = sum_q.unsqueeze(-1)
     grad_out = grad_out.to(dtype)

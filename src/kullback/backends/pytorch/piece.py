@@ -149,7 +149,7 @@ class Piece:
         lower, _ = FORMS[self.problem.target.form].in_range or (-math.inf, 0)
         return Way.IN_RANGE if is_on_cpu and y.amin().item() > lower else Way.EXACT
 
-    def of_rows(self, rows: Tensor) -> Piece:
+    def select(self, rows: Tensor) -> Piece:
         """Some of its rows, as a piece whose formula is exact."""
         part = object.__new__(Piece)
         part.problem, part.is_whole, part.way = self.problem, self.is_whole, Way.EXACT
@@ -209,7 +209,7 @@ class Piece:
                     stats = self._centred(stats)
                     self.normalise(stats)
             elif len(rest):
-                part, known = self.of_rows(rest), RowStats._make(number[rest] for number in stats)
+                part, known = self.select(rest), RowStats._make(number[rest] for number in stats)
                 exact_stats, exact = part.accumulate(part._centred(known) if self.is_whole else known)
                 stats = RowStats._make(a.index_copy(0, rest, b) for a, b in zip(stats, exact_stats, strict=True))
                 sums = RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
@@ -235,7 +235,7 @@ class Piece:
                 found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
                 upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
                 known = RowState._make(number[rest] for number in state)
-                self.of_rows(rest).write(found, known, upstream, skips, None if marks is None else marks.of_rows(rest))
+                self.select(rest).write(found, known, upstream, skips, None if marks is None else marks.select(rest))
                 self._write(outputs, state, grad_out, skips, marks)
                 for out, others in zip(outputs, found, strict=True):
                     if out is not None and others is not None:

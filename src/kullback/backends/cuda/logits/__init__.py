@@ -55,7 +55,7 @@ class Variant(NamedTuple):
     has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
-    mixed: bool = False  # whether a row's loss is more than its divergence
+    auxiliary: bool = False  # whether a row's loss is more than its divergence
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
     near: NearShape = NearShape()  # the polynomials of rows that are near
@@ -74,7 +74,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "TARGET_IS_LOGITS": forms[1] == "logits",
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
-        "IS_MIXED": variant.mixed,
+        "HAS_AUXILIARY": variant.auxiliary,
         "WANT_FIGURES": variant.figures,
         "HAS_PEERS": variant.has_peers,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
@@ -212,7 +212,7 @@ def _prepared(
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
-    is_mixed = problem.is_mixed and verb in ("loss", "gradient")
+    has_auxiliary = problem.has_auxiliary and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
     wide, narrow = (near_of(problem, parameter, verb, dtypes, wants, reach) for reach in (WIDE, NARROW))
@@ -228,7 +228,7 @@ def _prepared(
         has_outputs,
         wants,
         capped,
-        is_mixed,
+        has_auxiliary,
         has_figures,
         has_peers,
         NearShape() if wide is None else wide.shape,
@@ -310,7 +310,7 @@ def layout(
         is_streamed,
         chip,
         caches,
-        problem.is_mixed,
+        problem.has_auxiliary,
         capped,
         has_peers,
         goes_one_way=has_corner(problem.kind) or sums_are_means(problem.kind),

@@ -106,7 +106,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
 struct Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
     float q_minus_p = 0; /* the error of the difference of log-sum-exps, to first order */
-    float mixed = 0;     /* what of the row's loss beside its divergence has been taken off d_log_q (labels.cuh) */
+    float auxiliary = 0; /* what of the row's loss beside its divergence has been taken off d_log_q (labels.cuh) */
 };
 
 /* Σ p · slope_p and Σ q · slope_q */

@@ -1,5 +1,5 @@
-/* The kernel's arguments. arguments.py reads the first two structs: of their fields, in order, the signature is printed and
-   a call is made. */
+/* The kernel's arguments. logits/__init__.py reads these structs: of their fields, in order, the signature is printed and a
+   call is made. */
 #pragma once
 
 #include "cuda/logits/config.cuh"
@@ -75,8 +75,8 @@ INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? so
 INLINE float target_of(const Arguments &a, float y) { return TARGET_IS_CAPPED ? softcapped(y, a.target_softcap) : y; }
 
 /* What a row's divergence counts in its loss, and its label's cross-entropy */
-INLINE double divergence_weight(const Arguments &a) { return IS_MIXED ? (double)a.divergence_weight : 1; }
-INLINE float label_weight(const Arguments &a) { return IS_MIXED ? a.label_weight : 0; }
+INLINE double divergence_weight(const Arguments &a) { return HAS_AUXILIARY ? (double)a.divergence_weight : 1; }
+INLINE float label_weight(const Arguments &a) { return HAS_AUXILIARY ? a.label_weight : 0; }
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.row_weight ? (double)a.row_weight[r] : 1; }
 

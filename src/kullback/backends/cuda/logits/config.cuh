@@ -10,7 +10,7 @@
 #define VERB VERB_LOSS
 #define INPUT_IS_LOGITS 1
 #define TARGET_IS_LOGITS 1
-#define IS_MIXED 0        /* whether a row's loss is more than its divergence (labels.cuh) */
+#define HAS_AUXILIARY 0   /* whether a row's loss is more than its divergence (labels.cuh) */
 #define WANT_FIGURES 0    /* whether a row's log-sum-exp and entropy are wanted */
 #define HAS_PEERS 0       /* whether each rank has a slice of the rows (ranks.cuh) */
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */

@@ -20,7 +20,7 @@ namespace kullback {
 INLINE double scaling_error(float max, float inv_temperature)
 {
     /* Kept as a double for the next row it would take registers that these have not. */
-    const float scale = SUMS_FROM_MOMENTS || (IS_MIXED && !IS_COARSE) ? opaque(base_2(inv_temperature)) : base_2(inv_temperature);
+    const float scale = SUMS_FROM_MOMENTS || (HAS_AUXILIARY && !IS_COARSE) ? opaque(base_2(inv_temperature)) : base_2(inv_temperature);
     return (double)mul_rn(max, scale) - (double)max * (double)scale;
 }
 

@@ -1,6 +1,7 @@
 /* All rows: who copies and who computes which, and their sum. The kernel itself, with its signature, is printed after this. */
 #pragma once
 
+#include "cuda/grid.cuh"
 #include "cuda/logits/row.cuh"
 
 namespace kullback {
@@ -31,7 +32,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #if !HAS_PEERS
     RowMax row_max = {};
 #endif
-#if IS_MIXED
+#if HAS_AUXILIARY
     Label label = {};
 #endif
     const unsigned lane = threadIdx.x % 32;
@@ -40,13 +41,13 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const unsigned r = row_of_lane(first);
         if (r < a.rows && weight_of(a, r) != 0)
             next.take(a, r);
-#if IS_MIXED
+#if HAS_AUXILIARY
         const unsigned later = r + Sample::ROWS * row_step();
         if (later < a.rows)
             next.token = token_of(a, later);
 #endif
     };
-#if IS_MIXED
+#if HAS_AUXILIARY
     if (row_of_lane(first_row(group.index)) < a.rows)
         next.token = token_of(a, row_of_lane(first_row(group.index)));
 #endif
@@ -63,7 +64,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const Slice slice = slice_of(a, r, cta_rank());
         const X *x = slice.x() + slice.head + slice.first * WIDTH;
         const Y *y = slice.y() + slice.head + slice.first * WIDTH;
-#if IS_MIXED
+#if HAS_AUXILIARY
         const unsigned of_row = turn * Sample::PARTS;
         const Label own_label = { shfl(label.x, of_row), shfl(label.y, of_row), shfl(label.token, of_row) };
 #endif
@@ -78,7 +79,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
                 mbarrier_wait(tile.empty(), tile.phase ^ 1);
                 if (start == 0) {
                     *tile.row_max() = own;
-#if IS_MIXED
+#if HAS_AUXILIARY
                     *tile.label() = own_label;
 #endif
                 }
@@ -102,7 +103,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #else
         if (turn == 0) {
             row_max = next.estimated_max(a);
-#if IS_MIXED
+#if HAS_AUXILIARY
             label = next.label;
 #endif
         }
@@ -182,34 +183,20 @@ INLINE void finish_figures(const Arguments &a)
 }
 #endif
 
-/* The last block to arrive adds the blocks' sums in order, and resets the ticket for the next launch. */
-INLINE void reduce_grid(const Arguments &a, const RowGroup &group)
+/* The blocks' sums of losses */
+INLINE void reduce_grid(const Arguments &a)
 {
     if (threadIdx.x >= LOGICAL_WARP)
         return;
-    unsigned before = 0;
+    double sum = 0;
     if (threadIdx.x == 0) {
-        double sum = 0;
         for (int g = 0; g < GROUPS; g++)
             sum += group_losses[g];
         for (int w = 0; w < GROUPS * WARPS; w++)
             sum += near_losses[w];
-        a.partial[blockIdx.x] = sum;
-        __threadfence();
-        before = atomicAdd(a.ticket, 1u);
     }
-    before = (unsigned)shfl((int)before, 0);
-    if (before != gridDim.x - 1)
-        return;
-    __threadfence();
-    double sum = 0;
-    for (unsigned b = threadIdx.x; b < gridDim.x; b += LOGICAL_WARP)
-        sum += __ldcg(a.partial + b);
-    sum = warp_sum(sum);
-    if (threadIdx.x == 0) {
+    if (first_warps_sum(sum, a.partial, a.ticket, &sum) && threadIdx.x == 0)
         *a.total = rounded<LOSS>((real)(sum * a.scale));
-        *a.ticket = 0;
-    }
 }
 
 INLINE void run(Arguments a)
@@ -248,7 +235,7 @@ INLINE void run(Arguments a)
     finish_figures(a);
 #endif
     if (WANT_SUM && a.total)
-        reduce_grid(a, group);
+        reduce_grid(a);
 }
 
 }

@@ -25,7 +25,7 @@ INLINE GradOut grad_out_of(const Arguments &a, double weight, double d_loss)
     return GradOut(a, (float)(upstream * divergence_weight(a) * d_loss), (float)upstream * label_weight(a));
 }
 
-#if IS_MIXED
+#if HAS_AUXILIARY
 /* What a group keeps of its row's label */
 struct OwnLabel {
 #if RESIDENT
@@ -97,7 +97,7 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
 }
 
 /* The row's Σ d_log_q as gradients want it */
-INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
+INLINE float shifted_sum(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
 {
     if (label.token == NO_LABEL)
         return d_log_q;
@@ -107,11 +107,11 @@ INLINE float mixed_sum(const Arguments &a, const Label &label, const RowStats &s
 }
 
 /* Before gradients are written: the row's sums as they are to be */
-INLINE void mix(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, Sums &sums, float d_loss)
+INLINE void shift_sum(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, Sums &sums, float d_loss)
 {
-    const float mixed = mixed_sum(a, label_of(pipeline), stats, sums.d_log_q, d_loss);
-    sums.mixed = sums.d_log_q - mixed;
-    sums.d_log_q = mixed;
+    const float shifted = shifted_sum(a, label_of(pipeline), stats, sums.d_log_q, d_loss);
+    sums.auxiliary = sums.d_log_q - shifted;
+    sums.d_log_q = shifted;
 }
 
 /* What the label's logit is to get. `own(q, p)`: what it would get were it no label, by its logits; only this thread asks. */

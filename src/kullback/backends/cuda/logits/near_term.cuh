@@ -18,9 +18,9 @@ INLINE bool is_in_reach(const Slice &slice, const Pipeline &pipeline, const RowS
 {
     const Arguments &a = slice.a;
     float without_sum = 1;
-#if IS_MIXED
+#if HAS_AUXILIARY
     if (SUM_IN_MASSES)
-        without_sum -= mixed_sum(a, label_of(pipeline), stats, 0, 1);
+        without_sum -= shifted_sum(a, label_of(pipeline), stats, 0, 1);
 #endif
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);
@@ -33,7 +33,7 @@ INLINE bool is_in_reach(const Slice &slice, const Pipeline &pipeline, const RowS
 /* Where a row's Σ d_log_q is 0, its product with a mass need not be found. */
 INLINE Element without_sum(Element e)
 {
-    if (!HAS_D_LOG_Q_SUM && !IS_MIXED)
+    if (!HAS_D_LOG_Q_SUM && !HAS_AUXILIARY)
         e.input = e.d_log_q;
     return e;
 }
@@ -50,7 +50,7 @@ struct CloseElements {
         : row(fast), in_masses(grad_out), factor(upstream_of(grad_out))
     {
         in_masses.input = in_masses.target = 1;
-        if (IS_MIXED && SUM_IN_MASSES) {
+        if (HAS_AUXILIARY && SUM_IN_MASSES) {
             const float without_sum = 1 - fast.input_grad_sum;
             factor *= without_sum;
             row.input_grad_sum = fast.input_grad_sum / without_sum;

@@ -19,7 +19,7 @@ struct alignas(8) RowMax {
     float x, y;
 };
 
-#if IS_MIXED
+#if HAS_AUXILIARY
 /* A row's label, or a negative number: NO_LABEL, or any other; and the logits there, else 0 */
 struct alignas(8) Label {
     float x, y;
@@ -96,7 +96,7 @@ struct Pipeline {
     INLINE Mbarrier *arrived(unsigned slot) const { return barrier(2 * stages + slot); }
     /* Of the row that begins here */
     INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage); }
-#if IS_MIXED
+#if HAS_AUXILIARY
     INLINE Label *label() const { return (Label *)barrier(3 * stages + GROUPS * EXCHANGE_SLOTS) + stage; }
 #endif
 };
@@ -121,7 +121,7 @@ struct RowGroup {
 #else
     unsigned exchanges : 2, : 1, guards : 1, turn : 28;
 #endif
-#if IS_MIXED
+#if HAS_AUXILIARY
     bool has_label; /* whether this thread has the row's label: not in the word above, by whose bits a warp branches */
 #endif
 };

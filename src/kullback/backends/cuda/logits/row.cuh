@@ -174,7 +174,7 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 INLINE bool needs_nothing(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
-    return VERB == VERB_LOSS && !IS_MIXED && !KNOWN && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
+    return VERB == VERB_LOSS && !HAS_AUXILIARY && !KNOWN && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
         && warp_all(stats.x_max == stats.y_max && stats.x_sum_exp == stats.y_sum_exp) && is_equal(slice, pipeline, group);
 }
 #endif
@@ -595,7 +595,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     group.row = r;
     group.sent = 0;
 #endif
-#if IS_MIXED
+#if HAS_AUXILIARY
     read_label(slice, pipeline, group);
 #endif
     Found found = sum_row(slice, pipeline, group);
@@ -604,7 +604,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         keep_figures(a, r, found.stats);
 #endif
     float more = 0;
-#if IS_MIXED
+#if HAS_AUXILIARY
     if (!KNOWN && is_first_thread(group)) /* before the label's place is another row's */
         more = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
@@ -612,9 +612,9 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
         const GradOut grad_out = grad_out_of(a, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
-#if IS_MIXED
+#if HAS_AUXILIARY
         if (WANT_GRADIENT)
-            mix(a, pipeline, found.stats, found.sums, (float)d_loss);
+            shift_sum(a, pipeline, found.stats, found.sums, (float)d_loss);
 #endif
         TermSums term;
         if (SUMS_WHILE_WRITING && found.mode == STABLE)
@@ -627,7 +627,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
             const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + more;
             if (threadIdx.x % LOGICAL_WARP == 0)
                 near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
-#if IS_MIXED
+#if HAS_AUXILIARY
             if (WANT_GRADIENT)
                 write_label(slice, group, true);
 #endif
@@ -658,7 +658,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
     if (found.lacks_term) { /* what was to be written is, and the row is released */
-#if IS_MIXED
+#if HAS_AUXILIARY
         if (WANT_GRADIENT)
             write_label(slice, group, true);
 #endif
@@ -668,8 +668,8 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         write_zeros(slice, pipeline, group);
     } else if (WANT_GRADIENT) {
         const GradOut grad_out = grad_out_of(a, weight, done.derivative);
-#if IS_MIXED
-        mix(a, pipeline, found.stats, found.sums, (float)done.derivative);
+#if HAS_AUXILIARY
+        shift_sum(a, pipeline, found.stats, found.sums, (float)done.derivative);
 #endif
         if (found.mode == FAST)
             write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
@@ -677,7 +677,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
             write_stable_gradients(slice, pipeline, group, found.stats, found.sums, false, grad_out);
         else
             write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, {}, grad_out);
-#if IS_MIXED
+#if HAS_AUXILIARY
         write_label(slice, group, found.mode != SAFE);
 #endif
     } else {

@@ -232,14 +232,14 @@ struct Sample {
     enum { PARTS = 8, ROWS = 32 / PARTS };
     X x;
     Y y;
-#if IS_MIXED
+#if HAS_AUXILIARY
     Label label;
     long long token = -1; /* of the row that is taken next: known by then, it is not waited for */
 #endif
 
     INLINE void take(const Arguments &a, unsigned row)
     {
-#if IS_MIXED
+#if HAS_AUXILIARY
         label = loaded_label(a, row, token);
 #endif
         const unsigned index = sample_index(a.vocab, threadIdx.x % PARTS, PARTS);

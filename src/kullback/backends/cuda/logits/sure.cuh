@@ -57,7 +57,7 @@ INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &
 {
     const Arguments &a = slice.a;
     const SlopeSums found = all_reduced(a, pipeline, group, SlopeSums { terms.target, terms.input });
-    const float of_target = found.p, of_input = IS_MIXED ? fmaf(-grad_out.input, sums.mixed, found.q) : found.q;
+    const float of_target = found.p, of_input = HAS_AUXILIARY ? fmaf(-grad_out.input, sums.auxiliary, found.q) : found.q;
     const Row row = row_constants<FAST>(a, opaque(stats), {});
     const float heavy_x = heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER);
     const float heavy_y = heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
@@ -69,7 +69,7 @@ INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &
         const float mass = fast_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
         return rounded<DY>(fmaf(-mass, of_target, gradient) * (TARGET_IS_CAPPED ? softcap_grad(p, a.target_softcap) : 1));
     };
-#if IS_MIXED
+#if HAS_AUXILIARY
     if (WANT_INPUT && group.has_label) { /* its gradient is written after all others */
         const Label label = label_of(pipeline);
         const float q = input_of(a, label.x);
