@@ -1,5 +1,6 @@
 """Tables in documents: `make tables` writes them from DIVERGENCES and results, a test holds the documents to them."""
 
+import ast
 import functools
 import json
 import math
@@ -52,6 +53,39 @@ def decisions():
     paths = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
     titles = (path.read_text(encoding="utf-8").partition("\n")[0].partition(". ")[2] for path in paths)
     return "\n".join(f"{int(p.name[:4])}. [{title}]({p.name})" for p, title in zip(paths, titles, strict=True))
+
+
+def first_sentence(text):
+    sentence = re.split(r"(?<=[\w)][.;])\s|\n\s*\n", text)[0]
+    return " ".join(sentence.split()).rstrip(".;").replace("|", "&#124;")
+
+
+def rooms():
+    """Python's files, and the first sentence of each; packages of the command line and of integrations in one line."""
+    source = ROOT / "src/kullback"
+    files = [*source.glob("*.py"), *source.glob("*/__init__.py"), *source.glob("backends/**/*.py")]
+    lines = ["| file | what is in it |", "|---|---|"]
+    for path in sorted(set(files) - {source / "__init__.py", source / "__main__.py"}):
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        lines.append(f"| `{path.relative_to(source)}` | {first_sentence(said)} |")
+    return "\n".join(lines)
+
+
+def levels():
+    """The CUDA files, none before those that it includes."""
+    source = ROOT / "src/kullback/backends"
+    texts = {str(path.relative_to(source)): path.read_text(encoding="utf-8") for path in source.glob("cuda/**/*.cuh")}
+
+    @functools.cache
+    def level(name):
+        included = re.findall(r'^#include "(.*)"', texts.get(name, ""), re.M)
+        return 1 + max(map(level, included), default=0)
+
+    lines = ["| level | file | what is in it |", "|---|---|---|"]
+    for name in sorted(texts, key=lambda name: (level(name), name)):
+        said = re.match(r"/\*(.*?)\*/", texts[name], re.S)[1].strip()
+        lines.append(f"| {level(name)} | `{name}` | {first_sentence(said)} |")
+    return "\n".join(lines)
 
 
 def load(name):
@@ -125,7 +159,6 @@ def labels():
         ("dense", "H200: rows, kind", newest),
         ("linear", "H100: hidden states", of_labels),
         ("alone", "H200: labels alone", newest),
-        ("alone", "H100, when rows were read twice: labels alone", of_labels),
         ("figures", "H200: figures of rows", newest),
         ("figures", "two cores: figures of rows", on_a_cpu),
     ):
@@ -479,6 +512,21 @@ def between(begin, end, table):
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
 
 
+def worst_rows():
+    """The largest relative error of a single row's loss, over students; of identical rows it is the textbook's own."""
+    worst = {}
+    for name in ("real", "real_others"):
+        for result in load(f"h200/{name}")["results"]:
+            case = result["case"]
+            if case["student"] == "identical":
+                continue
+            of = worst.setdefault(case["kind"], {"real": 0.0, "made": 0.0})
+            of[case["source"]] = max(of[case["source"]], result["worst_row_error"])
+    lines = ["| kind | real rows | made rows |", "|---|---|---|"]
+    lines += [f"| {kind} | {of['real']:.0e} | {of['made']:.0e} |" for kind, of in worst.items()]
+    return "\n".join(lines)
+
+
 RULE = re.compile(r"^    \| kind .*\|$(?:\n    \|.*\|$)+", re.M)
 KINDS = {
     "README.md": between(BEGIN, END, markdown),
@@ -520,7 +568,8 @@ PERFORMANCE = (
 )
 
 
-NUMERICS = (section("near", near), section("near, H200", near_on_a_gpu), REGIMES)
+ROOMS = (section("rooms", rooms), section("levels", levels))
+NUMERICS = (section("near", near), section("near, H200", near_on_a_gpu), section("worst rows", worst_rows), REGIMES)
 
 
 def each(sections, text):
@@ -546,6 +595,7 @@ FILES = {
             integrations, ("gkd", "sdpo", "modelopt", "verl", "nemo_rl", "megatron"), ("loss", "gradient_norm")
         ),
     ),
+    "CONTRIBUTING.md": functools.partial(each, ROOMS),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }
 

@@ -83,7 +83,7 @@ def sentences(text):
     """Of Markdown: without code, tables, headings, pictures and addresses."""
     text = re.sub(r"^```.*?^```", "\n\n", text, flags=re.S | re.M)
     text = re.sub(r"<!--.*?-->", "\n", text, flags=re.S)
-    text = re.sub(r"^(#|\||    ).*$", "\n", text, flags=re.M)
+    text = re.sub(r"^(#.*|\|.*\||    .*)$", "\n", text, flags=re.M)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"^\s*([-*]|\d+\.) ", "\n\n", text, flags=re.M)
     for paragraph in re.split(r"\n\s*\n", text):
