@@ -449,8 +449,8 @@ def topk_divergence(
     Where there are tokens outside the ids, the teacher's tail has a mass of at least 6e-8 (1e-16 in float64). So
     reverse_kl is finite when the entries sum to 1. A tail of at most four roundings of the entries' dtype may be
     rounding alone. It then counts as 0 where the student has no mass outside the ids. At a temperature other than 1 it
-    counts as no more than the student's tail. With "bucket" and "renormalize" a row without ids has a divergence of 0, if its
-    probabilities sum to 1.
+    counts as no more than the student's tail. With "bucket" and "renormalize" a row without ids has a divergence of 0,
+    if its probabilities sum to 1.
 
     Source: docs/mathematics.md.
 
