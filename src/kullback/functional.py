@@ -300,7 +300,7 @@ def _without_target(
     """
     labels = _labels_alone(labels, input, form, label_weight, z_weight, label_smoothing)
     is_read_once = not label_smoothing and _is_read_once(input, form, options)
-    if not is_read_once:
+    if not (is_read_once or collecting.is_collecting()):  # whoever collects is told of all rows
         options |= _of_labelled_rows(labels, input, options)
     if label_smoothing or is_read_once:
         return divergence(
@@ -643,7 +643,7 @@ def linear_divergence(
             target_softcap=target_softcap,
         )
         labels = _labels_alone(labels, input, "logits", label_weight, z_weight, label_smoothing)
-        if sequence_dim is None:
+        if sequence_dim is None and not collecting.is_collecting():
             given = {"row_weight": row_weight, "reduction": reduction, "normalizer": normalizer}
             row_weight, normalizer = _of_labelled_rows(labels, input, given).values()
         target, target_indices = _one_hot_entries(labels, input, label_weight)

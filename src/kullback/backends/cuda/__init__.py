@@ -23,9 +23,10 @@ def why_not(work: Work) -> str | None:
 
 def asks_peers(work: Rows) -> bool:
     """Whether kernels have a loss of such rows together with other ranks' (`peers`). All ranks find the same."""
-    problem = work.problem
+    problem, dtypes = work.problem, (work.input.dtype, work.target.dtype)
     has_logits = problem.input.form == problem.target.form == "logits"
-    return has_logits and not problem.has_auxiliary and torch.float64 not in (work.input.dtype, work.target.dtype)
+    is_alone = not problem.has_auxiliary and work.figures is None
+    return has_logits and is_alone and torch.float64 not in dtypes
 
 
 def why_not_with_peers(work: Rows) -> str | None:

@@ -141,7 +141,7 @@ def run(work: Rows) -> None:
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, labels, *others)]
     dtypes, strides, is_in_phase = _laid_out(x, y, d_input, d_target)
     is_streamed = known is not None
-    launcher, setup = _prepared(
+    launcher, setup, warps = _prepared(
         index,
         vocab,
         problem,
@@ -157,10 +157,12 @@ def run(work: Rows) -> None:
         plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else chip_of(index),
     )
     partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
+    exponents = None if figures is None else x.new_empty(rows * warps, dtype=torch.float32)
     launcher(
         rows,
         *addresses,
         *Sizes(
+            exponents=0 if exponents is None else exponents.data_ptr(),
             partial=partial,
             ticket=ticket,
             rows=rows,
@@ -204,8 +206,8 @@ def _prepared(
     has_figures: bool,
     has_peers: bool,
     chip: plan.Chip,
-) -> tuple[Launcher, tuple[int | float, ...]]:
-    """The kernel, and those of its arguments that are the same in every call of such tensors."""
+) -> tuple[Launcher, tuple[int | float, ...], int]:
+    """The kernel, those of its arguments that all calls of such tensors share, and how many warps share a row."""
     placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip, has_peers)
     if placed.cluster > plan.PORTABLE_CLUSTER:
         placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, admitted(index, chip), has_peers)
@@ -253,7 +255,7 @@ def _prepared(
         exchange_offset=placed.exchange_offset,
         barrier_offset=placed.barrier_offset,
     )
-    return _launcher(index, placed, variant), setup
+    return _launcher(index, placed, variant), setup, placed.cluster * max(1, placed.shape.threads_per_row // 32)
 
 
 def near_of(

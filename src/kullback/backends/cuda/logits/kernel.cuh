@@ -170,7 +170,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 
 #if WANT_FIGURES
 /* Of the rows that this block has been the first of */
-INLINE void finish_figures(const Arguments &a)
+INLINE void finish_figures(const Arguments &a, const RowGroup &group)
 {
     enum { FIRSTS = RESIDENT ? 1 : GROUPS, READERS = GROUPS * THREADS_PER_ROW };
     if (cta_rank() != 0 || threadIdx.x >= READERS)
@@ -178,7 +178,7 @@ INLINE void finish_figures(const Arguments &a)
     for (unsigned i = threadIdx.x; first_row(0) + i / FIRSTS * row_step() < a.rows; i += READERS) {
         const unsigned r = first_row((int)(i % FIRSTS)) + i / FIRSTS * row_step();
         if (r < a.rows)
-            finish_figures(a, r);
+            finish_figures(a, r, group.cluster);
     }
 }
 #endif
@@ -232,7 +232,7 @@ INLINE void run(Arguments a)
     __syncthreads();
 #endif
 #if WANT_FIGURES
-    finish_figures(a);
+    finish_figures(a, group);
 #endif
     if (WANT_SUM && a.total)
         reduce_grid(a);

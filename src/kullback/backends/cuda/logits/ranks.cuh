@@ -19,7 +19,7 @@
 namespace kullback {
 
 #if HAS_PEERS
-static_assert(RESIDENT && !HAS_AUXILIARY);
+static_assert(RESIDENT && !HAS_AUXILIARY && !WANT_FIGURES);
 
 enum { OF_ESTIMATE = 2, OF_EXCHANGE = 4, IN_TURN = 2 }; /* numbers of a row's estimate, and of an exchange */
 

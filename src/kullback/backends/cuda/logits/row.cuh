@@ -569,19 +569,22 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
    the figures' place. Of a row that is not read that holds zeros. */
 INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
 {
-    float2 *kept = (float2 *)a.figures;
-    kept[r] = { stats.x_max, stats.x_sum_exp };
-    kept[a.rows + r] = { stats.exponents, stats.in_range ? 1.0f : 2.0f };
+    ((float2 *)a.figures)[r] = { stats.x_max, stats.x_sum_exp };
+    a.figures[a.rows + r] = stats.in_range ? 1 : 2;
 }
 
-INLINE void finish_figures(const Arguments &a, unsigned r)
+/* cluster: the blocks that had the row */
+INLINE void finish_figures(const Arguments &a, unsigned r, unsigned cluster)
 {
-    const float2 *kept = (const float2 *)a.figures;
-    const float2 side = kept[r], rest = kept[a.rows + r];
-    if (rest.y == 0)
+    const float2 side = ((const float2 *)a.figures)[r];
+    if (a.figures[a.rows + r] == 0)
         return;
-    const bool in_range = rest.y == 1;
-    const float mean = rest.x / side.y; /* of exponents of 2, or of e */
+    const bool in_range = a.figures[a.rows + r] == 1;
+    const unsigned parts = cluster * WARPS;
+    double exponents = 0;
+    for (unsigned i = 0; i < parts; i++)
+        exponents += __ldcg(a.exponents + (long long)r * parts + i);
+    const float mean = (float)exponents / side.y; /* of exponents of 2, or of e */
     a.figures[r] = INPUT_IS_LOGITS ? lse_of(side.x, side.y, a.input_inv_temperature, in_range) : 0;
     a.figures[a.rows + r] = logf(side.y) - (in_range ? mean * LN2 : mean);
 }

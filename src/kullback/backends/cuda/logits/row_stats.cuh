@@ -23,7 +23,7 @@ struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and what foresees slopes; to base 2 */
 #if WANT_FIGURES
-    float exponents = 0;   /* Σ of the input's masses times their exponents */
+    float exponents = 0;   /* Σ of the input's masses times their exponents: this thread's part */
 #endif
     float spread = 0;      /* `spread_of` a sample of neighbours: the row's, or this thread's (SPREAD_SHARED) */
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
@@ -89,22 +89,17 @@ struct RowStats {
 
 /* Four numbers go at once, of these: where moments are summed, only rows that seem close ask for the sample. */
 enum {
-    EXPONENTS_SHARED = WANT_FIGURES && MOMENTS + (SAMPLES_SPREAD && !SUMS_FROM_MOMENTS) * (1 + HAS_PEERS) < 2,
-    SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + EXPONENTS_SHARED + HAS_PEERS < 2,
-    OVERLAP_SHARED = SPREAD_SHARED && !SUMS_FROM_MOMENTS && MOMENTS + EXPONENTS_SHARED + HAS_PEERS == 0
+    SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + HAS_PEERS < 2,
+    OVERLAP_SHARED = SPREAD_SHARED && !SUMS_FROM_MOMENTS && MOMENTS + HAS_PEERS == 0
 };
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { EXPONENTS = 2 + MOMENTS, SPREAD = EXPONENTS + EXPONENTS_SHARED, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED };
+    enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED };
     float values[SAMPLED + (SPREAD_SHARED && HAS_PEERS) + OVERLAP_SHARED] = { stats.x_sum_exp, stats.y_sum_exp };
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         values[2 + m] = stats.moments[m];
-#if WANT_FIGURES
-    if (EXPONENTS_SHARED)
-        values[EXPONENTS] = stats.exponents;
-#endif
     if (SPREAD_SHARED)
         values[SPREAD] = stats.spread;
     if (SPREAD_SHARED && HAS_PEERS)
@@ -123,13 +118,18 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
         stats.moments[m] = values[2 + m];
-#if WANT_FIGURES
-    stats.exponents = EXPONENTS_SHARED
-        ? values[EXPONENTS]
-        : all_reduced(a, pipeline, group, SlopeSums { stats.exponents }).p;
-#endif
     return stats;
 }
+
+#if WANT_FIGURES
+/* A warp's part of Σ q·exponent. Nothing of the row waits for it: all parts are added when all rows have been read. */
+INLINE void keep_exponents(const Arguments &a, unsigned row, const RowGroup &group, float exponents)
+{
+    const float part = warp_sum(exponents);
+    if (threadIdx.x % LOGICAL_WARP == 0)
+        a.exponents[((long long)row * group.cluster + cta_rank()) * WARPS + group.thread / LOGICAL_WARP] = part;
+}
+#endif
 
 INLINE float max_margin(float inv_temperature)
 {
@@ -198,14 +198,15 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     }
     stats = all_reduced(a, pipeline, group, stats);
 #if WANT_FIGURES
-    if (warp_all(stats.exponents != stats.exponents)) {
+    if (!warp_all(stats.exponents == stats.exponents)) { /* of logits that are -inf */
         double exponents = 0;
         each_element<false>(slice, pipeline, group, [&](float x, float, int) {
             const float exponent = finite_ratio(fmaf(input_of(a, x), base_2(a.input_inv_temperature), -low.x));
             exponents += (double)(ex2(exponent) * exponent);
         });
-        stats.exponents = all_reduced(a, pipeline, group, SlopeSums { (float)exponents }).p;
+        stats.exponents = (float)exponents;
     }
+    keep_exponents(a, slice.row, group, stats.exponents);
 #endif
     return stats;
 }
@@ -346,13 +347,13 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
             exponents += (double)(q * finite_ratio(exponent));
         y_sum_exp += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
     });
-    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp, (float)exponents });
+    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp });
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
     stats.x_sum_exp = sums.term;
     stats.y_sum_exp = sums.d_log_p;
 #if WANT_FIGURES
-    stats.exponents = sums.d_log_q;
+    keep_exponents(a, slice.row, group, (float)exponents);
 #endif
     return false;
 }
