@@ -67,6 +67,7 @@ class Logits(NamedTuple):
     capped: bool = False
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
     auxiliary: bool = False  # whether a row's loss is more than its divergence
+    figures: bool = False  # whether its log-sum-exp and entropy are wanted
     peers: bool = False  # whether each rank has a slice of the rows
     in_phase: bool = True  # whether the tensors' rows have vectors at the same elements
 
@@ -101,6 +102,7 @@ LOGITS = {
     "capped short rows": Logits(1000, False, BOTH, capped=True),
     "labels, total and gradient": Logits(128256, True, INPUT, auxiliary=True),
     "labels, both gradients": Logits(50257, True, BOTH, auxiliary=True),
+    "labels and figures, total and gradient": Logits(128256, True, INPUT, auxiliary=True, figures=True),
     "labels, short rows": Logits(1000, False, BOTH, auxiliary=True),
     "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, auxiliary=True),
     "slices, rows and gradient": Logits(64128, True, INPUT, peers=True),
@@ -189,6 +191,7 @@ class Case(NamedTuple):
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             auxiliary=mode.auxiliary,
+            figures=mode.figures,
             has_peers=mode.peers,
             near=near,
             narrow=narrow,

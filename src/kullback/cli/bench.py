@@ -7,6 +7,7 @@ import datetime
 import functools
 import gc
 import importlib.util
+import itertools
 import platform
 import statistics
 import subprocess
@@ -142,12 +143,15 @@ class Clock:
         return self.in_turn(run)[0]
 
     def in_turn(self, *runs: Callable[[], Any]) -> list[float]:
-        """Of each, where a machine's slower times fall on all."""
+        """Of each, where a machine's slower times fall on all. Each round begins with another: some leave a GPU cooler."""
         for run in runs:
             for _ in range(3 if self.device == "cuda" else 1):
                 run()
-        rounds = [[self.once(run) for run in runs] for _ in range(self.repeats)]
-        return [float(statistics.median(times)) for times in zip(*rounds, strict=True)]
+        times: list[list[float]] = [[] for _ in runs]
+        for first, turn in itertools.product(range(self.repeats), range(len(runs))):
+            which = (first + turn) % len(runs)
+            times[which].append(self.once(runs[which]))
+        return [float(statistics.median(of)) for of in times]
 
     def once(self, run: Callable[[], Any]) -> float:
         """Seconds of one call."""
