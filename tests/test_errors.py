@@ -44,6 +44,7 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         ),
         (lambda: kullback.divergence(X[0, 0], None, labels=LABELS[0]), ValueError, ["input must have the shape"]),
         (lambda: kullback.divergence(NESTED, None, labels=LABELS), TypeError, ["input", "nested", "values()"]),
+        (lambda: kullback.kl_div(X, X, log_target="yes"), TypeError, ["log_target must be True or False", "'yes'"]),
         (lambda: kullback.LinearDivergenceLoss("kl", form="probs"), ValueError, ["'kl' has no parameter 'form'"]),
         (lambda: kullback.DivergenceLoss(divergence_weight=0, inplace=True), ValueError, ["inplace=True needs"]),
         (lambda: kullback.divergence(X, X, "reverse-kl"), ValueError, ["kind", "did you mean 'reverse_kl'"]),

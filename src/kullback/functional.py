@@ -56,7 +56,7 @@ def kl_div(
         0-d, or the broadcast shape for "none"; the promoted dtype of both inputs (float32 under autocast).
 
     Raises:
-        TypeError: an input that is no tensor, or of integer, bool or complex dtype.
+        TypeError: an input that is no tensor, or of integer, bool or complex dtype; a log_target that is no bool.
         ValueError: unknown reduction or form; shapes that do not broadcast; devices that differ.
 
     Source: Kullback and Leibler, On information and sufficiency, 1951.
@@ -71,6 +71,7 @@ def kl_div(
     checks.check_pair(input, target)
     checks.check_name("reduction", reduction, ELEMENTWISE_REDUCTIONS)
     checks.check_name("form", form, ELEMENTWISE_FORMS)
+    checks.check_flag("log_target", log_target)
     # "batchmean" divides by the input's own first dimension, also where it is broadcast: as torch.
     batch = input.size(0) if input.dim() else 1
     if input.shape != target.shape:
