@@ -143,7 +143,7 @@ class Clock:
         return self.in_turn(run)[0]
 
     def in_turn(self, *runs: Callable[[], Any]) -> list[float]:
-        """Of each, where a machine's slower times fall on all. Rounds begin with another each: some leave a GPU cool."""
+        """Of each, where a machine's slower times fall on all. No round begins as the last: some leave a GPU cool."""
         for run in runs:
             for _ in range(3 if self.device == "cuda" else 1):
                 run()
