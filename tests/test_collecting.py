@@ -49,9 +49,11 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
         masked=masked(far(2.0), both=EVERY_7TH),
         dead=dead,
         more=apart(1.0),
+        few_masked=masked(far(2.0), both=slice(3, 5)),
+        half=masked(apart(1.0), both=slice(0, vocab // 2)),
     )
     weight = rows.weight(close=2.0, masked=0.5, dead=0.0)
-    labels = torch.tensor([0, 5, -100, 60, 3, 9])
+    labels = torch.tensor([0, 5, -100, 60, 3, 9, 2, vocab - 1])
     x, y, on_device = rows.x.to(device), rows.y.to(device), labels.to(device)
     options = {"row_weight": weight.to(device), "labels": on_device, "label_weight": 0.5, **kinds.parameters(kind)}
     for reduction in ("sum", "none"):
@@ -71,10 +73,21 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "jeffreys"])
 def test_rows_on_chip(backend, generator, monkeypatch, kind):
     emulation.on_chip(monkeypatch)
-    rows = samples.batch(generator, 13341, torch.bfloat16, far=far(2.0), near=apart(0.1), close=apart(0.01))
+    rows = samples.batch(
+        generator,
+        13341,
+        torch.bfloat16,
+        far=far(2.0),
+        near=apart(0.1),
+        close=apart(0.01),
+        dead=dead,
+        few_masked=masked(far(2.0), both=slice(3, 5)),
+        half=masked(apart(0.3), both=slice(0, 6600)),
+    )
+    weight = rows.weight(dead=0.0)
     with kullback.collecting_statistics() as collected:
-        kullback.divergence(rows.x.clone().requires_grad_(), rows.y, kind, temperature=1.5)
-    hold(collected, rows.x, temperature=1.5)
+        kullback.divergence(rows.x.clone().requires_grad_(), rows.y, kind, temperature=1.5, row_weight=weight)
+    hold(collected, rows.x, temperature=1.5, counts=weight != 0)
 
 
 @EVERY_BACKEND
@@ -119,6 +132,19 @@ def test_from_hidden_states(backend, device, generator, target):
                 **given,
             )
         hold(collected, hidden.double() @ head.double().T, labels, counts=weight != 0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_alone_are_what_they_are_without(reduction):
+    """Of rows without a label too, whatever they hold."""
+    x = torch.randn(4, 20)
+    x[1], labels = torch.nan, torch.tensor([3, -100, 19, 0])
+    expected = kullback.divergence(x, None, labels=labels, reduction=reduction)
+    with kullback.collecting_statistics() as collected:
+        found = kullback.divergence(x, None, labels=labels, reduction=reduction)
+    assert torch.equal(found, expected)
+    hold(collected, x, labels, counts=torch.tensor([True, False, True, True]))
+    assert collected[0].lse[1].isnan()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

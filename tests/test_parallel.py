@@ -660,6 +660,14 @@ def check_dtensors(ranks: Ranks):
     assert gradient.placements == leaf.placements
     assert gradient.stride() == leaf.stride()  # else .grad is a copy, which torch 2.11 gathers
     assert relative_error(gradient.full_tensor(), torch.autograd.grad(expected, a)[0]) < EXACT
+    alone = {"labels": torch.tensor([[0, 3, -100, 40, 1]]).expand(3, 5).contiguous(), "row_weight": weight}
+    expected = kullback.divergence(a, None, **alone)
+    loss = kullback.divergence(
+        leaf, None, **{name: distribute_tensor(t, mesh, [Replicate()]) for name, t in alone.items()}
+    )
+    assert relative_error(loss.full_tensor(), expected) < EXACT
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert relative_error(gradient.full_tensor(), torch.autograd.grad(expected, a)[0]) < EXACT
     tensors = models(torch.float64, (2 * ranks.world, 3))
     wide = [t.clone().requires_grad_() for t in tensors]
     for of_rows, reduction in itertools.product((Replicate(), Shard(0)), ("mean", "none")):

@@ -356,7 +356,7 @@ def test_gradcheck(backend, device, generator, form, tail):
     assert torch.autograd.gradcheck(loss, (x, log_p), nondet_tol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("options", [{}, {"labels": torch.tensor([1, -100])}], ids=["alone", "labels"])
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("form", FORMS)
@@ -375,6 +375,23 @@ def test_second_derivatives(generator, form, tail, options, reduction):
 
     assert torch.autograd.gradgradcheck(loss, (x,))
     assert torch.autograd.gradgradcheck(lambda x: loss(x, "renyi"), (x,))
+
+
+def test_second_derivatives_of_rows_that_are_not_read(generator):
+    x = sample("logits", (3, 9), generator)
+    x[1, 2:] = math.nan
+    x.requires_grad_()
+    log_p, ids = teacher((3, 9), 4, generator, torch.float32)
+    weight, labels = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1, -100, 2])
+    for loss in (
+        kullback.topk_divergence(x, log_p, ids, row_weight=weight),
+        kullback.divergence(x, None, labels=labels),
+    ):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.square().sum(), x)
+        assert second[1].count_nonzero() == 0
+        assert second.isfinite().all()
+        assert second[0].count_nonzero()
 
 
 def test_a_batch_of_upstream_gradients(generator):

@@ -416,9 +416,11 @@ def weights(
     return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
 
 
-def check_weights_of_labels(form: str, label_weight: float, z_weight: float, label_smoothing: float) -> None:
+def check_weights_of_labels(
+    form: str, divergence_weight: float, label_weight: float, z_weight: float, label_smoothing: float = 0.0
+) -> None:
     """Of labels alone, whose cross-entropy is a divergence."""
-    weights(True, form, 1.0, label_weight, z_weight, label_smoothing)
+    weights(True, form, divergence_weight, label_weight, z_weight, label_smoothing)
     if label_weight and abs(label_weight) < LEAST_WEIGHT:
         raise ValueError(
             f"label_weight without a divergence must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g} in size; "
@@ -650,9 +652,13 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
     asked = {name: given.pop(name) for name in WEIGHT_OPTIONS if name in given}
-    weights(True, form, **{"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked})
+    asked = {"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked}
+    if asked["divergence_weight"] == 0:
+        check_weights_of_labels(form, **asked)
+    else:
+        weights(True, form, **asked)
     if inplace:
-        check_inplace_options(form, options.get("reduction", "mean"), asked.get("divergence_weight", 1.0))
+        check_inplace_options(form, options.get("reduction", "mean"), asked["divergence_weight"])
     problem(params, kind, form, **given)
 
 

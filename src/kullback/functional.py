@@ -232,6 +232,7 @@ def divergence(
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)
         checks.problem(params, kind, **sides)
+        labels = _labels_alone(labels, input, form, divergence_weight, label_weight, z_weight, label_smoothing)
         return _without_target(
             *(input, labels, form, label_weight, z_weight, label_smoothing),
             temperature=temperature,
@@ -287,7 +288,7 @@ def divergence(
 
 def _without_target(
     input: Tensor,
-    labels: Tensor | None,
+    labels: Tensor,
     form: str,
     label_weight: float,
     z_weight: float,
@@ -299,9 +300,18 @@ def _without_target(
     Where a kernel reads such rows once: the labels' term, and the input's divergence from itself, of any kind, which is
     0 with gradients of 0. Elsewhere the kl from a one-hot teacher.
     """
-    labels = _labels_alone(labels, input, form, label_weight, z_weight, label_smoothing)
-    is_read_once = not label_smoothing and _is_read_once(input, form, options)
-    if not (is_read_once or collecting.is_collecting()):  # whoever collects is told of all rows
+    is_whole = form == "logits" and options["group"] is None and not sharded.is_dtensor(input)
+    if collecting.is_collecting() and is_whole:  # of all rows, those without a label too
+        of_input = {name: options[name] for name in ("temperature", "logit_scale", "softcap")}
+        vocab = checks.valid_vocab(options["valid_vocab"], input, input)
+        checks.check_tokens(labels, vocab or input.size(-1))
+        problem = checks.problem({}, "kl", form, **of_input, vocab=vocab)
+        weight = options["row_weight"]
+        operands = Operands(input, input, None if weight is None else checks.row_weight(weight, input), labels)
+        with collecting.apart(problem, operands):
+            return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
+    is_read_once = not label_smoothing and is_whole and _is_read_once(input)
+    if not is_read_once and not collecting.is_collecting():
         options |= _of_labelled_rows(labels, input, options)
     if label_smoothing or is_read_once:
         return divergence(
@@ -330,7 +340,13 @@ def _without_target(
 
 
 def _labels_alone(
-    labels: Tensor | None, input: Tensor, form: str, label_weight: float, z_weight: float, label_smoothing: float
+    labels: Tensor | None,
+    input: Tensor,
+    form: str,
+    divergence_weight: float,
+    label_weight: float,
+    z_weight: float,
+    label_smoothing: float,
 ) -> Tensor:
     """The labels, when all that is said of them is checked."""
     checks.check_tensor("input", input)
@@ -339,14 +355,13 @@ def _labels_alone(
     if labels is None:
         raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
     checks.check_name("form", form, FORMS)
-    checks.check_weights_of_labels(form, label_weight, z_weight, label_smoothing)
+    checks.check_weights_of_labels(form, divergence_weight, label_weight, z_weight, label_smoothing)
     return checks.labels(labels, input)
 
 
-def _is_read_once(input: Tensor, form: str, options: dict[str, Any]) -> bool:
+def _is_read_once(input: Tensor) -> bool:
     """Whether a kernel has the labels of whole rows."""
-    is_whole = form == "logits" and options.get("group") is None and not is_traced(input)
-    return is_whole and has_view_as_rows(input) and backends.has_labels_alone(input)
+    return not is_traced(input) and has_view_as_rows(input) and backends.has_labels_alone(input)
 
 
 def _of_labelled_rows(labels: Tensor, input: Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -358,7 +373,10 @@ def _of_labelled_rows(labels: Tensor, input: Tensor, options: dict[str, Any]) ->
     if row_weight is None:
         return {"row_weight": counts, "normalizer": max(math.prod(input.shape[:-1]), 1) if is_mean else normalizer}
     weight = checks.row_weight(row_weight, input)
-    return {"row_weight": torch.where(counts, weight, 0), "normalizer": weight.sum() if is_mean else normalizer}
+    if is_mean:
+        total = weight.sum()
+        normalizer = total.full_tensor() if sharded.is_dtensor(total) else total
+    return {"row_weight": torch.where(counts, weight, 0), "normalizer": normalizer}
 
 
 def _one_hot_entries(labels: Tensor, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
@@ -643,7 +661,7 @@ def linear_divergence(
             softcap=softcap,
             target_softcap=target_softcap,
         )
-        labels = _labels_alone(labels, input, "logits", label_weight, z_weight, label_smoothing)
+        labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
         if sequence_dim is None and not collecting.is_collecting():
             given = {"row_weight": row_weight, "reduction": reduction, "normalizer": normalizer}
             row_weight, normalizer = _of_labelled_rows(labels, input, given).values()

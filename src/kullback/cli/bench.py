@@ -7,8 +7,8 @@ import datetime
 import functools
 import gc
 import importlib.util
-import itertools
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -143,14 +143,16 @@ class Clock:
         return self.in_turn(run)[0]
 
     def in_turn(self, *runs: Callable[[], Any]) -> list[float]:
-        """Of each, where a machine's slower times fall on all. No round begins as the last: some leave a GPU cool."""
+        """Of each, where a machine's slower times fall on all. In any order: some leave a GPU cooler than others."""
         for run in runs:
             for _ in range(3 if self.device == "cuda" else 1):
                 run()
         times: list[list[float]] = [[] for _ in runs]
-        for first, turn in itertools.product(range(self.repeats), range(len(runs))):
-            which = (first + turn) % len(runs)
-            times[which].append(self.once(runs[which]))
+        order, draw = list(range(len(runs))), random.Random(0)
+        for _ in range(self.repeats):
+            draw.shuffle(order)
+            for i in order:
+                times[i].append(self.once(runs[i]))
         return [float(statistics.median(of)) for of in times]
 
     def once(self, run: Callable[[], Any]) -> float:

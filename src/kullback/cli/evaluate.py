@@ -243,11 +243,12 @@ def _write(option: str, path: Path, write: Callable[[Path], Any]) -> bool:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What was read is reported, though an interrupt come while it is."""
+    """What was read is reported, though an interrupt come while it is. A second one ends that, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    former = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, former))
     try:
         yield
     finally:
@@ -262,7 +263,8 @@ def _show(found: dict[str, Any], wrote: list[Path]) -> bool:
         show(found)
         for path in wrote:
             _say(f"wrote {escape(str(path))}")
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         typer.echo(f"Error: the report could not be shown: {error}", err=True)
         return False

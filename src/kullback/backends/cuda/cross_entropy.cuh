@@ -312,9 +312,9 @@ INLINE void run(const Arguments &a)
         produce_rows(a, memory, rank);
     sync_warp();
     barrier_cluster(); /* none leaves while another may still write to it */
-    double all;
-    if (a.total && warp == 0 && first_warps_sum(threadIdx.x == 0 ? losses[0] : 0, a.partial, a.ticket, &all) && threadIdx.x == 0)
-        *a.total = rounded<LOSS>((real)(all * a.scale));
+    if (a.total && warp == 0)
+        first_warps_sum([] { return losses[0]; }, a.partial, a.ticket,
+                        [&](double sum) { *a.total = rounded<LOSS>((real)(sum * a.scale)); });
 }
 
 }

@@ -188,15 +188,14 @@ INLINE void reduce_grid(const Arguments &a)
 {
     if (threadIdx.x >= LOGICAL_WARP)
         return;
-    double sum = 0;
-    if (threadIdx.x == 0) {
+    first_warps_sum([] {
+        double sum = 0;
         for (int g = 0; g < GROUPS; g++)
             sum += group_losses[g];
         for (int w = 0; w < GROUPS * WARPS; w++)
             sum += near_losses[w];
-    }
-    if (first_warps_sum(sum, a.partial, a.ticket, &sum) && threadIdx.x == 0)
-        *a.total = rounded<LOSS>((real)(sum * a.scale));
+        return sum;
+    }, a.partial, a.ticket, [&](double sum) { *a.total = rounded<LOSS>((real)(sum * a.scale)); });
 }
 
 INLINE void run(Arguments a)

@@ -200,10 +200,17 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 #if WANT_FIGURES
     if (!warp_all(stats.exponents == stats.exponents)) { /* of logits that are -inf */
         double exponents = 0;
-        each_element<false>(slice, pipeline, group, [&](float x, float, int) {
+        const auto see = [&](float x) {
             const float exponent = finite_ratio(fmaf(input_of(a, x), base_2(a.input_inv_temperature), -low.x));
             exponents += (double)(ex2(exponent) * exponent);
+        };
+        /* by vectors, of which each thread has those that it had: other warps keep what they found */
+        each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &, long long, int) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; k++)
+                see(at(x, k));
         });
+        each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i])); });
         stats.exponents = (float)exponents;
     }
     keep_exponents(a, slice.row, group, stats.exponents);
