@@ -647,27 +647,26 @@ def linear_divergence(
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"
         )
+    sides: dict[str, Any] = {
+        "form": "logits",
+        "temperature": temperature,
+        "target_temperature": target_temperature,
+        "logit_scale": logit_scale,
+        "target_logit_scale": target_logit_scale,
+        "softcap": softcap,
+        "target_softcap": target_softcap,
+    }
     if target is None or divergence_weight == 0:
         checks.check_name("tail", tail, checks.TAILS)
-        checks.problem(
-            params,
-            kind,
-            form="logits",
-            target_form=target_form if target_indices is None else "logits",
-            temperature=temperature,
-            target_temperature=target_temperature,
-            logit_scale=logit_scale,
-            target_logit_scale=target_logit_scale,
-            softcap=softcap,
-            target_softcap=target_softcap,
-        )
+        checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
         if sequence_dim is None and not collecting.is_collecting():
             given = {"row_weight": row_weight, "reduction": reduction, "normalizer": normalizer}
             row_weight, normalizer = _of_labelled_rows(labels, input, given).values()
         target, target_indices = _one_hot_entries(labels, input, label_weight)
         target_weight = target_bias = target_logit_scale = target_softcap = None
-        kind, target_form, tail, target_temperature, params = "kl", "log_probs", "zero", 1.0, {}
+        kind, target_form, tail, params = "kl", "log_probs", "zero", {}
+        sides |= {"target_temperature": 1.0, "target_softcap": None}
         divergence_weight, label_weight = label_weight, 0.0
     checks.check_group(group, first_token, total_vocab)
     layout = None
@@ -721,20 +720,10 @@ def linear_divergence(
         shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
     else:
         shard, tokens = WHOLE if group is None else parallel.shard(group), 0  # nobody asks where the slice stands
-    problem = checks.problem(
-        params,
-        kind,
-        form="logits",
-        target_form="logits" if is_topk else target_form,  # whatever they are, entries may be tempered
-        temperature=temperature,
-        target_temperature=target_temperature,
-        logit_scale=logit_scale,
-        target_logit_scale=1.0 if is_topk else target_logit_scale,
-        softcap=softcap,
-        target_softcap=target_softcap,
-        shard=shard,
-        weights=weights,
-    )
+    sides["target_form"] = target_form
+    if is_topk:  # whatever they are, entries may be tempered
+        sides |= {"target_form": "logits", "target_logit_scale": 1.0}
+    problem = checks.problem(params, kind, **sides, shard=shard, weights=weights)
     if labels is not None:
         checks.check_tokens(labels, tokens)
     if sequence_dim is not None and group is not None:
