@@ -356,7 +356,7 @@ def test_gradcheck(backend, device, generator, form, tail):
     assert torch.autograd.gradcheck(loss, (x, log_p), nondet_tol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("options", [{}, {"labels": torch.tensor([1, -100])}], ids=["alone", "labels"])
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("form", FORMS)
