@@ -6,6 +6,7 @@ float32, and in float64 where an input is; what is known of a row is float64 whe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -53,15 +54,28 @@ def _labels(work: Labels) -> None:
         work.logits.copy_(label_logits(work.side, work.input, work.labels)).masked_fill_(work.labels < 0, torch.nan)
 
 
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Of a chunk's temporaries, for the next chunk's.
+
+    glibc gives the end of its heap back to the system when more is free there than twice the largest block, of up to
+    32 MB, that it has mapped and freed. Each chunk would fault pages in again (measured: up to 4 x the time).
+    """
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+
+
 def _rows(work: Rows) -> None:
     problem, x = work.problem, work.input
+    if x.device.type == "cpu":
+        _keep_freed_memory()
     is_whole = work.verb in ("loss", "gradient") and work.known is None
     needs_sums = is_whole and (work.has_outputs or problem.has_logits or not problem.formula.finish_is_linear)
+    is_loss_alone = is_whole and work.found is None and not any(work.wants)
     is_linear, one = problem.formula.finish_is_linear, x.new_ones((), dtype=accumulator(x))
     found: list[tuple[RowStats, RowSums]] = []
     of_labels: list[tuple[Tensor, Tensor]] = []
     for part in _parts(x.size(0), max(1, _chunk(x) // max(1, x.size(1)))):
-        chunk = Chunk(problem, x[part], work.target[part], is_whole)
+        chunk = Chunk(problem, x[part], work.target[part], is_whole, is_loss_alone)
         known = None if work.known is None else work.known[:, part]
         if work.verb == "statistics":
             _keep(work.found, part, chunk.statistics(with_moments=True))
@@ -140,10 +154,10 @@ def _parts(count: int, step: int) -> Iterator[slice]:
 class Chunk:
     """A few rows; of longer ones a piece at a time."""
 
-    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool) -> None:
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool, is_loss_alone: bool) -> None:
         self.problem, self.x, self.y = problem, x, y
         self.slices = list(_parts(x.size(1), max(1, _chunk(x) // max(1, x.size(0))))) or [slice(0, 0)]
-        self.whole = Piece(problem, x, y, is_whole) if len(self.slices) == 1 else None
+        self.whole = Piece(problem, x, y, is_whole, is_loss_alone) if len(self.slices) == 1 else None
 
     def pieces(self) -> Iterator[Piece]:
         """Made anew for each pass, so that one of a long row is in memory at a time."""

@@ -128,9 +128,9 @@ class Elements(dict[str, Value]):
 class Piece:
     """Some elements of some rows, as they count, and what is known of their rows."""
 
-    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool) -> None:
-        """`is_whole`: whether it is known that the elements are all of their rows."""
-        self.problem, self.is_whole = problem, is_whole
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool, is_loss_alone: bool = False) -> None:
+        """`is_whole`: whether these are known to be all of their rows; `is_loss_alone`: whether no gradient follows."""
+        self.problem, self.is_whole, self.is_loss_alone = problem, is_whole, is_loss_alone
         dtype = compute_dtype(x, y)
         self.values = {}
         for name, values, side in zip(SIDES, (x, y), problem.sides, strict=True):
@@ -152,7 +152,8 @@ class Piece:
     def select(self, rows: Tensor) -> Piece:
         """Some of its rows, as a piece whose formula is exact."""
         part = object.__new__(Piece)
-        part.problem, part.is_whole, part.way = self.problem, self.is_whole, Way.EXACT
+        part.problem, part.way = self.problem, Way.EXACT
+        part.is_whole, part.is_loss_alone = self.is_whole, self.is_loss_alone
         part.values = {name: values[rows] for name, values in self.values.items()}
         part.elements = Elements(part.problem, part.values)
         part.elements |= {name: self.elements[name][rows] for name in MASSES.values() if name in self.elements}
@@ -212,7 +213,8 @@ class Piece:
                 part, known = self.select(rest), RowStats._make(number[rest] for number in stats)
                 exact_stats, exact = part.accumulate(part._centred(known) if self.is_whole else known)
                 stats = RowStats._make(a.index_copy(0, rest, b) for a, b in zip(stats, exact_stats, strict=True))
-                sums = RowSums._make(a.index_copy(0, rest, b) for a, b in zip(sums, exact, strict=True))
+                # of a loss alone one way finds partial derivatives, and the other nothing, which is wider
+                sums = RowSums._make(a.index_copy(0, rest, b.to(a.dtype)) for a, b in zip(sums, exact, strict=True))
                 return stats, sums
         elif way is Way.IN_RANGE and not math.isfinite(sums.term.sum().item()):
             self._take_exact()
@@ -315,10 +317,8 @@ class Piece:
     def _sums(self, way: Way) -> RowSums:
         problem = self.problem
         is_of_partials = adds_partials(problem.kind, problem.parameter, way)
-        names = list(PARTIALS) if problem.has_logits else []
-        # Kept until the next piece is there: glibc gives memory freed all at once back to the system, and the next
-        # piece's temporaries would be faulted in again (measured: up to 2.5 x the time).
-        self.results = results = self.run(names if is_of_partials else ["term", *names], way)
+        names = list(PARTIALS) if is_of_partials or (problem.has_logits and not self.is_loss_alone) else []
+        results = self.run(names if is_of_partials else ["term", *names], way)
         self.elements |= {name: results[name] for name in names}
         totals = {id(result): result for result in results.values()}
         totals = {key: result.sum(-1) for key, result in totals.items()}
