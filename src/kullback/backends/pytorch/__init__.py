@@ -56,10 +56,11 @@ def _labels(work: Labels) -> None:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Of a chunk's temporaries, for the next chunk's.
+    """Let the next chunk use the memory of this one's temporaries.
 
-    glibc gives the end of its heap back to the system when more is free there than twice the largest block, of up to
-    32 MB, that it has mapped and freed. Each chunk would fault pages in again (measured: up to 4 x the time).
+    glibc returns the free end of its heap to the system when it exceeds a threshold: twice the largest block, of 32 MB
+    at most, that it has mapped and freed. Each chunk would then fault pages in again (measured: up to 4 x the time).
+    Freeing one block of nearly that size raises the threshold.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
