@@ -312,7 +312,8 @@ def _without_target(
             return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
     is_read_once = not label_smoothing and is_whole and _is_read_once(input)
     if not is_read_once and not collecting.is_collecting():
-        options |= _of_labelled_rows(labels, input, options)
+        of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
+        options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)
     if label_smoothing or is_read_once:
         return divergence(
             input,
@@ -364,19 +365,20 @@ def _is_read_once(input: Tensor) -> bool:
     return not is_traced(input) and has_view_as_rows(input) and backends.has_labels_alone(input)
 
 
-def _of_labelled_rows(labels: Tensor, input: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with which rows that have no label are not read, and a mean divides by what it would."""
-    row_weight, reduction, normalizer = (options[name] for name in ("row_weight", "reduction", "normalizer"))
+def _of_labelled_rows(
+    labels: Tensor, input: Tensor, row_weight: Tensor | None, reduction: str, normalizer: float | Tensor | None
+) -> tuple[Tensor, float | Tensor | None]:
+    """Row weights that are 0 where there is no label, and the normalizer with which a mean divides as it would."""
     checks.check_reduction(reduction, normalizer, input)
     is_mean = reduction == "mean" and normalizer is None
     counts = labels != IGNORED
     if row_weight is None:
-        return {"row_weight": counts, "normalizer": max(math.prod(input.shape[:-1]), 1) if is_mean else normalizer}
+        return counts, max(math.prod(input.shape[:-1]), 1) if is_mean else normalizer
     weight = checks.row_weight(row_weight, input)
     if is_mean:
         total = weight.sum()
         normalizer = total.full_tensor() if sharded.is_dtensor(total) else total
-    return {"row_weight": torch.where(counts, weight, 0), "normalizer": normalizer}
+    return torch.where(counts, weight, 0), normalizer
 
 
 def _one_hot_entries(labels: Tensor, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
@@ -661,8 +663,7 @@ def linear_divergence(
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
         if sequence_dim is None and not collecting.is_collecting():
-            given = {"row_weight": row_weight, "reduction": reduction, "normalizer": normalizer}
-            row_weight, normalizer = _of_labelled_rows(labels, input, given).values()
+            row_weight, normalizer = _of_labelled_rows(labels, input, row_weight, reduction, normalizer)
         target, target_indices = _one_hot_entries(labels, input, label_weight)
         target_weight = target_bias = target_logit_scale = target_softcap = None
         kind, target_form, tail, params = "kl", "log_probs", "zero", {}
