@@ -67,6 +67,7 @@ class Logits(NamedTuple):
     capped: bool = False
     gradients: tuple[torch.dtype, torch.dtype] | None = None  # their dtypes, where these are not the tensors'
     auxiliary: bool = False  # whether a row's loss is more than its divergence
+    smoothing: bool = False  # whether its label is smoothed
     figures: bool = False  # whether its log-sum-exp and entropy are wanted
     peers: bool = False  # whether each rank has a slice of the rows
     in_phase: bool = True  # whether the tensors' rows have vectors at the same elements
@@ -104,6 +105,8 @@ LOGITS = {
     "labels, both gradients": Logits(50257, True, BOTH, auxiliary=True),
     "labels and figures, total and gradient": Logits(128256, True, INPUT, auxiliary=True, figures=True),
     "labels, short rows": Logits(1000, False, BOTH, auxiliary=True),
+    "smoothed labels, total and gradient": Logits(128256, True, INPUT, auxiliary=True, smoothing=True),
+    "smoothed labels, short rows": Logits(1000, False, BOTH, auxiliary=True, smoothing=True),
     "labels, gradients of known rows": Logits(128256, False, BOTH, "gradient", known=True, auxiliary=True),
     "slices, rows and gradient": Logits(64128, True, INPUT, peers=True),
     "slices, rows and both gradients": Logits(25129, True, BOTH, peers=True),
@@ -170,7 +173,7 @@ class Case(NamedTuple):
         side = lambda form: Side(form, softcap=float(mode.capped))
         problem = Problem(self.kind, side(self.form), side(self.target_form), *kinds.values(self.kind))
         if mode.auxiliary:
-            problem = dataclasses.replace(problem, weights=Weights(label=0.5))
+            problem = dataclasses.replace(problem, weights=Weights(label=0.5, smoothing=0.1 * mode.smoothing))
         is_streamed = mode.known or mode.verb == "accumulate"
         chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
         if not mode.fits:
@@ -191,6 +194,7 @@ class Case(NamedTuple):
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             auxiliary=mode.auxiliary,
+            smoothing=mode.smoothing,
             figures=mode.figures,
             has_peers=mode.peers,
             near=near,
@@ -351,8 +355,10 @@ def test_labels_alone(arch, dtype):
         placed = plan.slices(vocab, dtype, chip, wants_input)
         if placed is not None:
             variant = cross_entropy.Variant(dtype, torch.float64, torch.float32, wants_input)
-            sources |= {cross_entropy.source(variant._replace(capped=c), placed) for c in (False, True)}
-    assert len(sources) >= 10
+            flags = itertools.product((False, True), repeat=2)
+            variants = (variant._replace(capped=capped, smoothing=smoothing) for capped, smoothing in flags)
+            sources |= {cross_entropy.source(variant, placed) for variant in variants}
+    assert len(sources) >= 20
     for source in sources:
         code, _ = built(source, arch)
         assert arch != "sm_90a" or collectives(code) == 0

@@ -44,7 +44,8 @@ def kernel_runs(monkeypatch):
 @pytest.mark.parametrize(("vocab", "chip"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_values_and_gradients(backend, monkeypatch, generator, kernel_runs, vocab, chip, dtype, softcap):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_values_and_gradients(backend, monkeypatch, generator, kernel_runs, vocab, chip, dtype, softcap, smoothing):
     """More rows than clusters: an ignored one, one that is not read, one of a sole token, a sure one, one far from 0.
 
     Both reductions, from memory that is in phase with the gradient's and from memory that is not.
@@ -53,14 +54,15 @@ def test_values_and_gradients(backend, monkeypatch, generator, kernel_runs, voca
     x, labels = sample("logits", (9, vocab), generator, dtype), torch.randint(0, vocab, (9,), generator=generator)
     labels[0], labels[1], labels[2] = 0, vocab - 1, -100
     weight = torch.tensor([1.0, 2.0, 1.0, 0.0, 0.5, 1.0, 1.0, 1.0, 3.0])
-    x[4], x[4, labels[4]], x[5, labels[5]] = -inf, -200.0, 60.0
+    x[4], x[4, labels[4]], x[5, labels[5]] = -1e4 if smoothing else -inf, -200.0, 60.0
     x[6] += 100
     leaf = x.double().requires_grad_()
     counted = leaf if softcap is None else softcap * torch.tanh(leaf / softcap)
-    truth = weight * oracle.labelled(torch.zeros(9), counted, labels, label=0.7, z=0.01, temperature=1.5)
+    truth = weight * oracle.labelled(torch.zeros(9), counted, labels, 0.0, 0.7, 0.01, smoothing, 1.5)
     x[3] = math.nan
     around, upstream = torch.full((9, vocab + 11), math.nan, dtype=dtype), torch.linspace(1, 2, 9)
     options = {"label_weight": 0.7, "z_weight": 0.01, "temperature": 1.5, "softcap": softcap, "row_weight": weight}
+    options["label_smoothing"] = smoothing
     for first in (0, 3):
         ours = around[:, first : first + vocab].copy_(x).detach().requires_grad_()
         losses = kullback.divergence(ours, None, labels=labels, **options, reduction="none")
@@ -84,6 +86,19 @@ def test_masked_labels_lose_infinitely(backend, monkeypatch, generator, kernel_r
     losses = kullback.divergence(x, None, labels=torch.tensor([13, 14]), reduction="none")
     assert losses[0] == inf
     assert losses[1].isfinite()
+    assert len(kernel_runs) == 1
+
+
+def test_smoothed_labels_far_from_zero_and_masked(backend, monkeypatch, generator, kernel_runs):
+    """A first logit of -inf is nothing to sum the others against."""
+    emulation.on_chip(monkeypatch)
+    x, labels = torch.randn(3, 2601, generator=generator), torch.tensor([0, 2600, 5])
+    x[:2] += torch.tensor([3e4, -3e4]).unsqueeze(-1)
+    x[2, 0] = -inf
+    losses = kullback.divergence(x, None, labels=labels, label_smoothing=0.2, reduction="none")
+    truth = oracle.labelled(torch.zeros(3), x, labels, smoothing=0.2)
+    assert relative_error(losses[:2], truth[:2]) < LOSS
+    assert losses[2] == inf
     assert len(kernel_runs) == 1
 
 

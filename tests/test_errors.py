@@ -128,7 +128,6 @@ def test_says_what_is_wrong(call, error, words):
     [
         (lambda: kullback.divergence(X, X, mask=X), "there is no argument 'mask': row_weight is a row's mask"),
         (lambda: kullback.divergence(X, X, attention_mask=X), "'attention_mask': row_weight is a row's mask"),
-        (lambda: kullback.topk_divergence(X, X, X.long(), label_smoothing=0.1), "'label_smoothing': .* whole target"),
         (lambda: kullback.topk_divergence(X, X, X.long(), T=2.0), "'T': temperature divides logits"),
         (lambda: kullback.DivergenceLoss(ignore_index=-100), "'ignore_index': .*row_weight"),
         (

@@ -16,11 +16,16 @@ from tests.tolerances import BF16_GRADIENT, FLOAT_GRADIENT, LOSS, gradient, rela
 WEIGHTS = {"divergence_weight": 0.7, "label_weight": 0.3, "z_weight": 1e-3}
 
 
+SMOOTHED = pytest.mark.parametrize("smoothing", [0.0, 0.1])
+
+
 def truth_of(x, y, labels, kind, weights, row_weight=None, **options):
     """Losses of rows, and their sum's gradients."""
     leaves = [t.detach().cpu().double().requires_grad_() for t in (x, y)]
     losses = oracle.divergence(*leaves, kind, **options, **kinds.parameters(kind))
-    named = {name.removesuffix("_weight").removeprefix("label_"): value for name, value in weights.items()}
+    named = {
+        name.removesuffix("_weight").replace("label_smoothing", "smoothing"): value for name, value in weights.items()
+    }
     losses = oracle.labelled(losses, leaves[0], labels.cpu(), **named, temperature=options.get("temperature", 1.0))
     losses = losses if row_weight is None else losses * row_weight.cpu()
     return losses.detach(), torch.autograd.grad(losses.sum(), leaves)
@@ -56,11 +61,13 @@ def rows_of(generator, vocab, dtype):
         if i % 2 == j or kind in ("kl", "jensen_shannon")
     ],
 )
-def test_every_kind(backend, device, generator, kind, dtype, vocab):
+@SMOOTHED
+def test_every_kind(backend, device, generator, kind, dtype, vocab, smoothing):
     rows, labels = rows_of(generator, vocab, dtype)
     weight = rows.weight(far=2.0, dead=0.0)
     counts = weight != 0
-    truth, expected = truth_of(rows.x[counts], rows.y[counts], labels[counts], kind, WEIGHTS, weight[counts])
+    weights = WEIGHTS | {"label_smoothing": smoothing}
+    truth, expected = truth_of(rows.x[counts], rows.y[counts], labels[counts], kind, weights, weight[counts])
     for reduction in ("sum", "none"):
         ours = [t.to(device, copy=True).requires_grad_() for t in (rows.x, rows.y)]
         loss = kullback.divergence(
@@ -69,7 +76,7 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
             labels=labels.to(device),
             row_weight=weight.to(device),
             reduction=reduction,
-            **WEIGHTS,
+            **weights,
             **kinds.parameters(kind),
         )
         assert relative_error(loss.sum(), truth.sum()) < LOSS
@@ -78,6 +85,36 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
         for mine, other in zip(torch.autograd.grad(loss.sum(), ours), expected, strict=True):
             assert relative_error(mine.cpu()[counts], other) < (1e-5 if dtype == torch.float32 else BF16_GRADIENT)
             assert mine.cpu()[~counts].count_nonzero() == 0
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "vocab"),
+    [
+        ("kl", torch.bfloat16, 6152),
+        ("renyi", torch.bfloat16, 2504),
+        ("jensen_shannon", torch.float32, 2503),
+        ("jensen_shannon", torch.bfloat16, 2504),
+        ("total_variation", torch.bfloat16, 61),
+    ],
+)
+def test_a_smoothed_label_where_only_the_student_learns(backend, device, generator, kind, dtype, vocab, softcap):
+    rows, labels = rows_of(generator, vocab, dtype)
+    counts = rows.weight(dead=0.0) != 0
+    weights = WEIGHTS | {"label_smoothing": 0.3}
+    x, y, labels = rows.x[counts], rows.y[counts], labels[counts]
+    leaf = x.double().requires_grad_()
+    capped = [t if softcap is None else softcap * torch.tanh(t / softcap) for t in (leaf, y.double())]
+    losses = oracle.divergence(*capped, kind, **kinds.parameters(kind))
+    truth = oracle.labelled(losses, capped[0], labels, 0.7, 0.3, 1e-3, 0.3).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    options = {**weights, **kinds.parameters(kind), "softcap": softcap, "target_softcap": softcap, "reduction": "sum"}
+    loss = kullback.divergence(ours, y.to(device), kind, labels=labels.to(device), **options)
+    assert relative_error(loss, truth) < LOSS
+    (mine,), (expected,) = torch.autograd.grad(loss, ours), torch.autograd.grad(truth, leaf)
+    for row in range(len(x)):
+        assert relative_error(mine[row].cpu(), expected[row]) < (1e-5 if dtype == torch.float32 else BF16_GRADIENT)
 
 
 @EVERY_BACKEND
@@ -98,7 +135,8 @@ def test_of_a_sure_and_right_student_little_is_left(backend, device, generator):
 @EVERY_BACKEND
 @pytest.mark.parametrize("label_weight", [0.3, 3e-3])
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys", "chi2", "jensen_shannon"])
-def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_weight):
+@SMOOTHED
+def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_weight, smoothing):
     """Its own gradient, where the row's are written by powers of log-ratios: q is much of it."""
     token, vocab = 60, 6152
     likely = {token: 9.0}
@@ -112,7 +150,7 @@ def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_w
         label_far=at(apart(0.05), x={token: 5.75}, y={token: 5.25}),
     )
     labels = torch.full((len(rows.x),), token)
-    weights = {"label_weight": label_weight, "z_weight": 1e-5}
+    weights = {"label_weight": label_weight, "z_weight": 1e-5, "label_smoothing": smoothing}
     truth, (expected, _) = truth_of(rows.x, rows.y, labels, kind, {"divergence_weight": 1.0, **weights})
     x = rows.x.to(device, copy=True).requires_grad_()
     options = {**weights, **kinds.parameters(kind)}
@@ -126,40 +164,68 @@ def test_a_likely_label_of_a_close_row(backend, device, generator, kind, label_w
 @pytest.mark.parametrize("backend", ["emulated"], indirect=True)
 @pytest.mark.parametrize(
     ("kind", "vocab", "dtype"),
-    [("kl", 13341, torch.bfloat16), ("jensen_shannon", 9001, torch.bfloat16), ("total_variation", 9001, torch.float32)],
+    [
+        ("kl", 13341, torch.bfloat16),
+        ("kl", 13344, torch.bfloat16),
+        ("jensen_shannon", 9001, torch.bfloat16),
+        ("total_variation", 9001, torch.float32),
+    ],
 )
-def test_rows_on_chip(backend, generator, monkeypatch, kind, vocab, dtype):
+@SMOOTHED
+def test_rows_on_chip(backend, generator, monkeypatch, kind, vocab, dtype, smoothing):
     """Labels of each block of a cluster, and of ends outside vectors."""
     emulation.on_chip(monkeypatch)
     rows, labels = rows_of(generator, vocab, dtype)
+    weights = WEIGHTS | {"label_smoothing": smoothing}
     for step in (0, 1201, 4001):
         moved = torch.where(labels < 0, labels, (labels + step) % vocab)
         counts = rows.weight(dead=0.0) != 0
-        truth, (expected, _) = truth_of(rows.x[counts], rows.y[counts], moved[counts], kind, WEIGHTS)
+        truth, (expected, _) = truth_of(rows.x[counts], rows.y[counts], moved[counts], kind, weights)
         x = rows.x.clone().requires_grad_()
         loss = kullback.divergence(
-            x, rows.y, kind, labels=moved, row_weight=counts, reduction="sum", **WEIGHTS, **kinds.parameters(kind)
+            x, rows.y, kind, labels=moved, row_weight=counts, reduction="sum", **weights, **kinds.parameters(kind)
         )
         assert relative_error(loss, truth.sum()) < LOSS
         (mine,) = torch.autograd.grad(loss, x)
         assert relative_error(mine[counts], expected) < (FLOAT_GRADIENT if dtype == torch.float32 else BF16_GRADIENT)
 
 
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+def test_a_smoothed_label_of_a_sure_row_on_chip(backend, generator, monkeypatch):
+    """Gradients of tokens of much mass are written again. Smoothing shows in those that have less than the label."""
+    emulation.on_chip(monkeypatch)
+    vocab, rows = 13344, 6
+    x, y = (sample("logits", (rows, vocab), generator, torch.float32) for _ in range(2))
+    x = y + 0.7 * (x - y)
+    x[:, 5] = y[:, 5] = torch.linspace(12, 22, rows)
+    x[:, 9] = y[:, 9] = x[:, 5] - 8
+    x, y, labels = x.bfloat16(), y.bfloat16(), torch.full((rows,), 5)
+    weights = {"divergence_weight": 1.0, "label_weight": 1.0, "label_smoothing": 0.9}
+    truth, (expected, _) = truth_of(x, y, labels, "kl", weights)
+    ours = x.clone().requires_grad_()
+    loss = kullback.divergence(ours, y, labels=labels, reduction="sum", **weights)
+    assert relative_error(loss, truth.sum()) < LOSS
+    (mine,) = torch.autograd.grad(loss, ours)
+    assert relative_error(mine[:, 9], expected[:, 9]) < gradient(torch.bfloat16)
+
+
 @EVERY_BACKEND
 @pytest.mark.parametrize("inplace", [False, True])
-def test_temperature_scale_cap_padding_and_the_logits_place(backend, device, generator, inplace):
+@SMOOTHED
+def test_temperature_scale_cap_padding_and_the_logits_place(backend, device, generator, inplace, smoothing):
     x, y = (sample("logits", (6, 70), generator, torch.float32) for _ in range(2))
     labels = torch.tensor([0, 60, 30, -100, 5, 17])
     leaf = x.double().requires_grad_()
     counted = 3 * torch.tanh(1.5 * leaf[:, :61] / 3)
     losses = oracle.divergence(counted / 2, y[:, :61].double(), "kl")
-    truth = oracle.labelled(losses, counted, labels, 0.7, 0.3, 1e-3, temperature=2.0).sum()
+    truth = oracle.labelled(losses, counted, labels, 0.7, 0.3, 1e-3, smoothing, 2.0).sum()
     ours = x.to(device, copy=True).requires_grad_()
     loss = kullback.divergence(
         ours * 1.0 if inplace else ours,
         y.to(device),
         labels=labels.to(device),
         **WEIGHTS,
+        label_smoothing=smoothing,
         temperature=2.0,
         target_temperature=1.0,
         logit_scale=1.5,
@@ -202,14 +268,16 @@ def test_forms(backend, device, generator, form, target_form):
 
 
 @EVERY_BACKEND
-def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator):
+@SMOOTHED
+def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator, smoothing):
     x = sample("logits", (3, 4, 77), generator, torch.float32).to(device)
     labels = torch.randint(0, 77, (3, 4), generator=generator).to(device)
     labels[1, 2] = -100
     for temperature in (1.0, 2.0):
         leaf, ours = x.double().requires_grad_(), x.clone().requires_grad_()
-        truth = F.cross_entropy(leaf.flatten(0, 1) / temperature, labels.flatten(), reduction="none")
-        options = {"labels": labels, "temperature": temperature}
+        logits = leaf.flatten(0, 1) / temperature
+        truth = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing)
+        options = {"labels": labels, "temperature": temperature, "label_smoothing": smoothing}
         rows = kullback.divergence(x, None, **options, reduction="none")
         assert relative_error(rows.flatten(), truth) < 1e-6
         total = kullback.divergence(ours, None, **options)
@@ -223,42 +291,36 @@ def test_without_a_target_it_is_torchs_cross_entropy(backend, device, generator)
 @EVERY_BACKEND
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_rows_without_a_label_are_not_read(backend, device, generator, reduction, has_weights):
+@SMOOTHED
+def test_rows_without_a_label_are_not_read(backend, device, generator, reduction, has_weights, smoothing):
     """As torch's cross-entropy has it: padding may be NaN."""
     x = torch.randn(4, 90, generator=generator)
     x[1], labels = torch.nan, torch.tensor([5, -100, 89, 0])
     weight = torch.tensor([1.0, 2.0, 0.5, 3.0]) if has_weights else torch.ones(4)
-    rows = weight * F.cross_entropy(x.double(), labels, reduction="none")
+    rows = weight * F.cross_entropy(x.double(), labels, reduction="none", label_smoothing=smoothing)
     expected = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / weight.sum()}[reduction]
     ours, options = x.to(device).requires_grad_(), {"labels": labels.to(device), "reduction": reduction}
     if has_weights:
         options["row_weight"] = weight.to(device)
-    loss = kullback.divergence(ours, None, **options)
+    loss = kullback.divergence(ours, None, **options, label_smoothing=smoothing)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double().cpu(), expected, rtol=1e-6, atol=0)
     (gradient,) = torch.autograd.grad(loss.sum(), ours)
     assert gradient.isfinite().all()
     assert gradient[1].count_nonzero() == 0
     hidden, head = x.to(device).requires_grad_(), torch.eye(90, device=device, requires_grad=True)
-    linear = kullback.linear_divergence(hidden, head, None, **options)
+    linear = kullback.linear_divergence(hidden, head, None, **options, label_smoothing=smoothing)
     torch.testing.assert_close(linear.double().cpu(), expected, rtol=1e-6, atol=0)
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(linear.sum(), (hidden, head)))
 
 
-def test_smoothed_rows_without_a_label_are_not_read(generator):
-    x = torch.randn(3, 90, generator=generator)
-    x[1], labels = torch.nan, torch.tensor([5, -100, 89])
-    expected = F.cross_entropy(x.double(), labels, reduction="none", label_smoothing=0.1).sum() / 3
-    ours = x.requires_grad_()
-    loss = kullback.divergence(ours, None, labels=labels, label_smoothing=0.1)
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
-    assert torch.autograd.grad(loss, ours)[0].isfinite().all()
-
-
-def test_second_derivatives_without_a_target(device, generator):
+@SMOOTHED
+def test_second_derivatives_without_a_target(device, generator, smoothing):
     x = torch.randn(3, 8, generator=generator, dtype=torch.float64).to(device).requires_grad_()
     labels = torch.tensor([1, -100, 7], device=device)
-    assert torch.autograd.gradgradcheck(lambda x: kullback.divergence(x, None, labels=labels, z_weight=0.1), (x,))
+    assert torch.autograd.gradgradcheck(
+        lambda x: kullback.divergence(x, None, labels=labels, z_weight=0.1, label_smoothing=smoothing), (x,)
+    )
 
 
 @pytest.mark.parametrize("weight", [None, torch.ones(2)])
@@ -301,36 +363,38 @@ def test_a_masked_label_costs_infinitely_much(backend, device):
     assert alone.isfinite()
 
 
-def test_smoothing(backend, device, generator):
-    x, y = (sample("logits", (5, 300), generator, torch.float32) for _ in range(2))
-    labels = torch.tensor([0, 299, 30, -100, 5])
-    leaf = x.double().requires_grad_()
-    truth = oracle.labelled(oracle.divergence(leaf, y, "reverse_kl"), leaf, labels, 0.5, 2.0, smoothing=0.2).sum()
-    ours = x.to(device, copy=True).requires_grad_()
-    if backend == "c":
-        with pytest.raises(RuntimeError, match="smoothed labels have no C kernel"):
-            kullback.divergence(ours, y, labels=labels, label_smoothing=0.2)
-        return
-    loss = kullback.divergence(
-        ours,
-        y.to(device),
-        "reverse_kl",
-        labels=labels.to(device),
-        divergence_weight=0.5,
-        label_weight=2.0,
-        label_smoothing=0.2,
-        reduction="sum",
+@EVERY_BACKEND
+def test_smoothed_labels_of_no_rows(backend, device):
+    x = torch.randn(2, 9, device=device)
+    labels = torch.full((2,), -100, device=device)
+    assert kullback.divergence(x, None, labels=labels, softcap=1.0, label_smoothing=0.2) == 0
+
+
+@EVERY_BACKEND
+def test_smoothed_labels_far_from_zero_and_masked(backend, device, generator):
+    """What logits have in common is no loss; of a smoothed label a masked token has a part."""
+    x, y = (torch.randn(4, 3001, generator=generator) for _ in range(2))
+    x += torch.tensor([1000.0, -1000.0, 0.0, 0.0]).unsqueeze(-1)
+    labels = torch.tensor([0, 3000, 7, -100])
+    x[2:, 9] = y[2:, 9] = -math.inf
+    lowest = torch.full((1, 3001), -2e30)
+    lowest[0, :1500] = -3e30
+    losses = kullback.divergence(
+        x.to(device), y.to(device), labels=labels.to(device), label_smoothing=0.3, reduction="none"
+    ).cpu()
+    kl = oracle.divergence(x[:2], y[:2], "kl")
+    assert relative_error(losses[:2], oracle.labelled(kl, x[:2], labels[:2], smoothing=0.3)) < LOSS
+    assert losses[2] == math.inf
+    assert losses[3].isfinite()
+    far = kullback.divergence(
+        lowest.to(device), lowest.to(device), labels=torch.tensor([2000], device=device), label_smoothing=0.3
     )
-    assert relative_error(loss, truth) < 1e-6
-    (mine,) = torch.autograd.grad(loss, ours)
-    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
-    capped = {"softcap": 1.0, "labels": torch.full_like(labels, -100).to(device)}
-    assert kullback.divergence(ours, None, **capped, label_smoothing=0.2) == 0
-    alone = kullback.divergence(ours, None, labels=labels.to(device), label_smoothing=0.2, reduction="sum")
-    truth = F.cross_entropy(leaf, labels, reduction="sum", label_smoothing=0.2)
-    assert relative_error(alone, truth) < 1e-6
-    (mine,) = torch.autograd.grad(alone, ours)
-    assert relative_error(mine.cpu(), torch.autograd.grad(truth, leaf)[0]) < 3e-6
+    assert relative_error(far, oracle.labelled(torch.zeros(1), lowest, torch.tensor([2000]), smoothing=0.3)) < LOSS
+    alone = [x.to(device), None]
+    losses = kullback.divergence(*alone, labels=labels.to(device), label_smoothing=0.3, reduction="none").cpu()
+    truth = F.cross_entropy(x[:2].double(), labels[:2], label_smoothing=0.3, reduction="none")
+    assert relative_error(losses[:2], truth) < LOSS
+    assert losses[2:].tolist() == [math.inf, 0]
 
 
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "renyi"])
@@ -417,7 +481,8 @@ def test_transforms_see_labels_that_are_no_tokens(transformed):
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dtype):
+@SMOOTHED
+def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dtype, smoothing):
     """Labels among the ids and not; the divergence is what it is without them."""
     x, y = (sample("logits", (5, 200), generator, dtype) for _ in range(2))
     log_p, ids = y.float().log_softmax(-1).topk(8)
@@ -425,10 +490,11 @@ def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dty
     weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0])
     leaf = x.double().requires_grad_()
     alone = kullback.topk_divergence(leaf, log_p.double(), ids, tail=tail, reduction="none")
-    truth = (weight * oracle.labelled(alone, leaf, labels, 0.7, 0.3, 1e-3)).sum()
+    truth = (weight * oracle.labelled(alone, leaf, labels, 0.7, 0.3, 1e-3, smoothing)).sum()
     ours = x.to(device, copy=True).requires_grad_()
     given = [t.to(device) for t in (log_p, ids)]
     options = {"labels": labels.to(device), "row_weight": weight.to(device), "reduction": "sum", "tail": tail}
+    options["label_smoothing"] = smoothing
     loss = kullback.topk_divergence(ours, *given, **options, **WEIGHTS)
     assert relative_error(loss, truth) < 3e-6
     (mine,) = torch.autograd.grad(loss, ours)
@@ -445,7 +511,8 @@ def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dty
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("teacher", ["hidden", "logits", "none"])
-def test_from_hidden_states(backend, device, generator, teacher, reduction):
+@SMOOTHED
+def test_from_hidden_states(backend, device, generator, teacher, reduction, smoothing):
     hidden, other = (torch.randn(11, 16, generator=generator).to(device) for _ in range(2))
     head, its_head = (torch.randn(90, 16, generator=generator).to(device) for _ in range(2))
     labels = torch.randint(0, 90, (11,), generator=generator).to(device)
@@ -456,14 +523,47 @@ def test_from_hidden_states(backend, device, generator, teacher, reduction):
     leaves = [t.double().requires_grad_() for t in (hidden, head)]
     x, y = F.linear(*leaves), (other @ its_head.T).double()
     losses = oracle.divergence(x, y, "kl") if target is not None else torch.zeros(11, dtype=torch.float64)
-    truth = oracle.labelled(losses.to(device), x, labels, 0.7, 0.3, 1e-3).sum()
+    truth = oracle.labelled(losses.to(device), x, labels, 0.7, 0.3, 1e-3, smoothing).sum()
+    options = {**WEIGHTS, "label_smoothing": smoothing}
     ours = [t.clone().requires_grad_() for t in (hidden, head)]
     loss = kullback.linear_divergence(
-        *ours, target, target_head, labels=labels, reduction=reduction, chunk_rows=4, **WEIGHTS
+        *ours, target, target_head, labels=labels, reduction=reduction, chunk_rows=4, **options
     ).sum()
     assert relative_error(loss, truth) < 3e-6
     for a, b in zip(torch.autograd.grad(loss, ours), torch.autograd.grad(truth, leaves), strict=True):
         assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_smoothed_labels_beside_a_teacher_known_at_some_tokens(is_linear, backend, device, generator):
+    """With a temperature, a softcap, padding, and rows that do not count and hold NaN."""
+    x = torch.randn(4, 45, generator=generator)
+    log_p, ids = torch.randn(4, 40, generator=generator).log_softmax(-1).topk(3)
+    labels, weight = torch.tensor([ids[0, 1], 39, 7, -100]), torch.tensor([1.0, 2.0, 0.0, 1.0])
+    options = {"temperature": 2.0, "softcap": 1.5, "valid_vocab": 40, "reduction": "sum"}
+    leaf = x.double().requires_grad_()
+    counted = 1.5 * torch.tanh(leaf[:, :40] / 1.5)
+    losses = kullback.topk_divergence(leaf, log_p.double(), ids, **{**options, "reduction": "none"})
+    truth = (weight * oracle.labelled(losses, counted, labels, 1.0, 0.3, 0.0, 0.2, 2.0)).sum()
+    (expected,) = torch.autograd.grad(truth, leaf)
+    x[2] = torch.nan
+    ours = x.to(device).requires_grad_()
+    options |= {
+        "labels": labels.to(device),
+        "label_weight": 0.3,
+        "label_smoothing": 0.2,
+        "row_weight": weight.to(device),
+    }
+    if is_linear:
+        head = torch.eye(45, device=device)
+        loss = kullback.linear_divergence(ours, head, log_p.to(device), target_indices=ids.to(device), **options)
+    else:
+        loss = kullback.topk_divergence(ours, log_p.to(device), ids.to(device), **options)
+    assert relative_error(loss, truth) < 3e-6
+    (mine,) = torch.autograd.grad(loss, ours)
+    kept = torch.tensor([0, 1, 3])
+    assert relative_error(mine.cpu()[kept], expected[kept]) < 3e-6
+    assert mine[2].count_nonzero() == 0
 
 
 def test_modules_take_labels(generator):
@@ -482,7 +582,7 @@ def test_masses_without_a_target_and_rows_that_do_not_count(form, backend, devic
     """Smoothed or not; NaN in a row of weight 0 reaches no gradient."""
     x = sample(form, (3, 9), generator, torch.float64)
     labels = torch.tensor([0, -100, 5])
-    for smoothing in (0.0, 0.2) if backend != "c" else (0.0,):
+    for smoothing in (0.0, 0.2):
         leaf = x.clone().requires_grad_()
         log_q = leaf if form == "log_probs" else leaf.log()
         own = log_q.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)

@@ -565,6 +565,14 @@ def check_agreement(ranks: Ranks):
         kullback.linear_divergence(x, x, x, x, group=ranks.group, sequence_dim=1)
     with pytest.raises(ValueError, match="sequence_dim needs a teacher of hidden states or of entries"):
         kullback.linear_divergence(x, x, x[:, :4], group=ranks.group, sequence_dim=0)
+    smoothed = {"labels": torch.zeros(4, dtype=torch.int64), "label_smoothing": 0.1, "group": ranks.group}
+    for loss, operands in (
+        (kullback.divergence, (x, x)),
+        (kullback.divergence, (x, None)),
+        (kullback.linear_divergence, (x, x, None)),
+    ):
+        with pytest.raises(ValueError, match=r"label_smoothing is not for a vocabulary that ranks share; got 0.1"):
+            loss(*operands, **smoothed)
     with pytest.raises(ValueError, match="first_token must lie from 0 to 1"):
         kullback.topk_divergence(x[:, :9], x[:, :1], x[:, :1].long(), group=ranks.group, first_token=2, total_vocab=10)
 

@@ -416,6 +416,12 @@ def weights(
     return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
 
 
+def check_smoothing(label_smoothing: float, is_shared: bool) -> None:
+    """Of a vocabulary that ranks may share."""
+    if label_smoothing and is_shared:
+        raise ValueError(f"label_smoothing is not for a vocabulary that ranks share; got {label_smoothing}")
+
+
 def check_weights_of_labels(
     form: str, divergence_weight: float, label_weight: float, z_weight: float, label_smoothing: float = 0.0
 ) -> None:

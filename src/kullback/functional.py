@@ -176,8 +176,8 @@ def divergence(
         label_weight: what the label's cross-entropy counts. It is of the softmax at `temperature`.
         z_weight: what the square of the log-sum-exp counts (z-loss), of rows that have a label, or of all where there
             are no labels; of logits.
-        label_smoothing: which part of a label is spread over all tokens that count, as in torch. It has no kernels: the
-            torch backend does it.
+        label_smoothing: which part of a label is spread over all tokens that count, as in torch. It is not for a
+            vocabulary that ranks share.
         row_weight: float, integer or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
             cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
@@ -251,8 +251,7 @@ def divergence(
     checks.check_reduction(reduction, normalizer, input)
     checks.check_group(group, first_token, total_vocab)
     weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
-    if label_smoothing and (group is not None or sharded.is_dtensor(input)):
-        raise ValueError("label_smoothing is not for a vocabulary that ranks share")
+    checks.check_smoothing(label_smoothing, group is not None or sharded.is_dtensor(input))
     shard = WHOLE
     if group is not None:
         if valid_vocab == 0:  # a slice of padding alone
@@ -310,11 +309,11 @@ def _without_target(
         operands = Operands(input, input, None if weight is None else checks.row_weight(weight, input), labels)
         with collecting.apart(problem, operands):
             return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
-    is_read_once = not label_smoothing and is_whole and _is_read_once(input)
+    is_read_once = is_whole and _is_read_once(input)
     if not is_read_once and not collecting.is_collecting():
         of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
         options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)
-    if label_smoothing or is_read_once:
+    if is_read_once or (is_whole and label_smoothing):
         return divergence(
             input,
             input.detach(),
@@ -327,15 +326,17 @@ def _without_target(
             target_softcap=options.get("softcap"),
             **options,
         )
+    (divergence_weight, label_weight), entries = _one_hot(labels, input, label_weight, label_smoothing)
     return topk_divergence(
         input,
-        *_one_hot_entries(labels, input, label_weight),
+        *entries,
         form=form,
         tail="zero",
         labels=labels,
-        divergence_weight=label_weight,
-        label_weight=0.0,
+        divergence_weight=divergence_weight,
+        label_weight=label_weight,
         z_weight=z_weight,
+        label_smoothing=label_smoothing,
         **{"target_temperature": 1.0, **options},
     )
 
@@ -381,11 +382,17 @@ def _of_labelled_rows(
     return torch.where(counts, weight, 0), normalizer
 
 
-def _one_hot_entries(labels: Tensor, input: Tensor, label_weight: float) -> tuple[Tensor, Tensor]:
-    """A teacher's that gives labels probability 1. Without a label weight there are none: 0 times infinity is NaN."""
-    ids = labels.unsqueeze(-1)
-    ids = torch.where(ids == IGNORED, -1, ids) if label_weight else torch.full_like(ids, -1)
-    return torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), ids
+def _one_hot(
+    labels: Tensor, input: Tensor, label_weight: float, label_smoothing: float
+) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
+    """Weights of a divergence and of labels, and the entries of a teacher that gives labels probability 1.
+
+    It has none where labels have no weight, since 0 times infinity is NaN; nor where they are smoothed and stay labels.
+    """
+    ids, is_teacher = labels.unsqueeze(-1), label_weight != 0 and not label_smoothing
+    ids = torch.where(ids == IGNORED, -1, ids) if is_teacher else torch.full_like(ids, -1)
+    weights = (label_weight, 0.0) if is_teacher else (1.0, label_weight)
+    return weights, (torch.zeros_like(ids, dtype=kept_dtype(input.dtype)), ids)
 
 
 def topk_divergence(
@@ -406,6 +413,7 @@ def topk_divergence(
     divergence_weight: float = 1.0,
     label_weight: float = 1.0,
     z_weight: float = 0.0,
+    label_smoothing: float = 0.0,
     row_weight: Tensor | None = None,
     reduction: Reduction | str = "mean",
     normalizer: float | Tensor | None = None,
@@ -447,6 +455,8 @@ def topk_divergence(
         divergence_weight: what the divergence counts.
         label_weight: what the label's cross-entropy counts.
         z_weight: what the square of the log-sum-exp counts.
+        label_smoothing: which part of a label is spread over all tokens. The row is read, and its gradient written,
+            once more for it.
         row_weight: as of `divergence`.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
@@ -506,7 +516,8 @@ def topk_divergence(
     checks.check_slice(width, first_token, total_vocab)
     shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight)
+    weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
+    checks.check_smoothing(label_smoothing, group is not None)
     labels = checks.labels_of(labels, input, tokens)
     problem = checks.problem(
         params,
@@ -606,7 +617,7 @@ def linear_divergence(
         divergence_weight: what the divergence counts.
         label_weight: what the label's cross-entropy counts.
         z_weight: what the square of the log-sum-exp counts.
-        label_smoothing: which part of a label is spread over all tokens; of a whole target.
+        label_smoothing: which part of a label is spread over all tokens.
         row_weight: as of `divergence`. Hidden states of rows of weight 0 reach nothing.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
@@ -664,11 +675,11 @@ def linear_divergence(
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
         if sequence_dim is None and not collecting.is_collecting():
             row_weight, normalizer = _of_labelled_rows(labels, input, row_weight, reduction, normalizer)
-        target, target_indices = _one_hot_entries(labels, input, label_weight)
+        own_weights, (target, target_indices) = _one_hot(labels, input, label_weight, label_smoothing)
         target_weight = target_bias = target_logit_scale = target_softcap = None
         kind, target_form, tail, params = "kl", "log_probs", "zero", {}
         sides |= {"target_temperature": 1.0, "target_softcap": None}
-        divergence_weight, label_weight = label_weight, 0.0
+        divergence_weight, label_weight = own_weights
     checks.check_group(group, first_token, total_vocab)
     layout = None
     if any(map(sharded.is_dtensor, (input, weight, target, target_weight))):
@@ -701,11 +712,7 @@ def linear_divergence(
     checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
     weights = checks.weights(labels is not None, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
-    if label_smoothing and (is_topk or group is not None):
-        raise ValueError(
-            "label_smoothing needs a target that is given whole, of a vocabulary that no ranks share; "
-            f"got {label_smoothing}"
-        )
+    checks.check_smoothing(label_smoothing, group is not None)
     labels = None if labels is None else checks.labels(labels, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")

@@ -24,7 +24,7 @@ def counts(labels: Tensor | None, like: Tensor) -> Tensor:
 
 
 def losses(
-    problem: Problem, divergence: Tensor, lse: Tensor, labels: Tensor | None, logit: Tensor, mean: Tensor
+    problem: Problem, divergence: Tensor, lse: Tensor, labels: Tensor | None, logit: Tensor, mean: Tensor | float
 ) -> Tensor:
     """Of rows: of the logit of each one's label, and of the mean of its logits."""
     weights = problem.weights

@@ -21,6 +21,7 @@ from kullback import autograd, backends, collecting, library, parallel
 from kullback import labels as auxiliary
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
+from kullback.backends.pytorch.piece import capped, softcap_grad
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
 from kullback.problem import UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
@@ -130,11 +131,12 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
 
     A gradient of fewer bits than the logits is rounded from one that takes their place.
     """
-    problem, x = work.problem, work.input
+    problem, x, less = work.problem, work.input, None
     if work.figures is not None:
         work.figures.copy_(collecting.figures_of(problem, x, work.row_weight))
         work = work._replace(figures=None)
     if problem.has_auxiliary:
+        less = _spread_of_labels(work) if problem.weights.smoothing and work.d_input is not None else None
         ids, gathered, d_gathered = _run_auxiliary(work, ids, negligible)
     else:
         has_tail = work.target.size(-1) > ids.size(-1)
@@ -142,7 +144,10 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
         d_gathered = _run_on_gathered(work, ids, gathered, negligible)
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
-        parallel.run(Scatter(problem, x, ids, gathered, d_gathered, x if is_narrow else work.d_input))
+        out = x if is_narrow else work.d_input
+        parallel.run(Scatter(problem, x, ids, gathered, d_gathered, out))
+        if less is not None:
+            out.sub_(less)
         if is_narrow:
             work.d_input.copy_(x)
 
@@ -164,6 +169,33 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
     return torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
 
 
+def _spread_of_labels(work: Rows) -> Tensor:
+    """What all tokens' gradients have less of smoothed labels: [rows, 1], or with a softcap [rows, vocab]."""
+    problem, x, labels = work.problem, work.input, work.labels
+    upstream = x.new_ones(x.size(0), dtype=kept_dtype(x.dtype))
+    upstream = weighted(upstream, work.row_weight) * work.scale
+    marks = auxiliary.marks(problem, labels, upstream, x.size(1), 0, x.size(1))
+    assert marks.everywhere is not None
+    less = marks.everywhere.unsqueeze(-1) / problem.input.temperature
+    if not problem.input.softcap:
+        return less
+    slope = softcap_grad(capped(x.to(less.dtype), problem.input.softcap), problem.input.softcap)
+    return torch.where(less == 0, 0.0, less * slope)
+
+
+def mean_logit(problem: Problem, input: Tensor, labels: Tensor | None, row_weight: Tensor | None) -> Tensor | float:
+    """The mean of a row's logits, as they count, differentiable. Rows whose label is not smoothed are not read."""
+    if not (problem.weights.smoothing and problem.weights.label) or labels is None:
+        return 0.0
+    counts = labels >= 0 if row_weight is None else (labels >= 0) & (row_weight != 0)
+    values, dtype = problem.narrow(input), kept_dtype(input.dtype)
+    if problem.input.softcap:  # whose derivative may be NaN, and 0 times that is
+        values = capped(torch.where(counts.unsqueeze(-1), values.to(dtype), 0.0), problem.input.softcap)
+    # a sum's gradient takes no memory, which a mean's does
+    mean = values.sum(-1, dtype=dtype) / (values.size(-1) * problem.input.temperature)
+    return torch.where(counts, mean, 0.0)
+
+
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same of losses that are more than divergences: the ids, labels too; what was gathered there; its gradient."""
     problem, x, labels, weights = work.problem, work.input, work.labels, work.problem.weights
@@ -180,7 +212,8 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     total_lse = lse.squeeze(-1) + offset
     if losses is not None:
         logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1) + offset
-        more = auxiliary.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, logit)
+        mean = mean_logit(problem, x, labels, work.row_weight)
+        more = auxiliary.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, mean)
         losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)
@@ -194,7 +227,8 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     upstream = upstream * work.scale
     factor = auxiliary.mass_factor(problem, total_lse, labels) * upstream
     d_gathered += factor.unsqueeze(-1) * (gathered - lse).nan_to_num().exp()
-    d_gathered[:, :-1] -= torch.where(at_label, (upstream * weights.label).unsqueeze(-1), 0.0)
+    of_label = upstream * weights.label * (1 - weights.smoothing)
+    d_gathered[:, :-1] -= torch.where(at_label, of_label.unsqueeze(-1), 0.0)
     return wide, gathered, d_gathered
 
 
@@ -436,7 +470,8 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     lse = log_sum(gathered).squeeze(-1)
     logit = torch.where(is_label(wide, labels), gathered[..., :-1], 0.0).sum(-1)
     offset = offset_of(problem, input, wide)
-    more = auxiliary.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, logit)
+    mean = mean_logit(problem, input, labels, row_weight)
+    more = auxiliary.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, mean)
     return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
 
 
@@ -464,7 +499,7 @@ def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
 
 def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
     """What gathered logits as they count are less than those of the row, where that is asked for."""
-    if not problem.weights.z or problem.input.softcap or problem.shard.group:
+    if not (problem.weights.z or problem.weights.smoothing) or problem.input.softcap or problem.shard.group:
         return 0.0
     values = problem.narrow(input.detach())
     largest = in_torch.reference(values, ids).squeeze(-1)

@@ -48,8 +48,6 @@ def why_not(work: Work) -> str | None:
     device = work.first_tensor.device
     if device.type != "cpu":
         return f"tensors are on {device.type}"
-    if isinstance(work, Rows) and work.problem.weights.smoothing:
-        return "smoothed labels have no C kernel"
     try:
         compiler()
     except BuildError as error:
@@ -189,6 +187,7 @@ def _rows(work: Rows) -> None:
                 divergence_weight=problem.weights.divergence,
                 label_weight=problem.weights.label,
                 z_weight=problem.weights.z,
+                label_smoothing=problem.weights.smoothing,
                 verb=VERBS.index(work.verb),
                 threads=torch.get_num_threads(),
             )

@@ -36,11 +36,14 @@ typedef struct {
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
-    double divergence_weight, label_weight, z_weight; /* of what a row's loss is a sum of (labels.py) */
+    double divergence_weight, label_weight, z_weight, label_smoothing; /* of what a row's loss is a sum of (labels.py) */
     int32_t verb, threads;
 } Arguments;
 
 typedef struct { double term, d_log_p, d_log_q, q_minus_p; } Sums;
+/* What is upstream of a row's divergence, and what all its logits have less of a smoothed label, before they are scaled and capped */
+typedef struct { real loss, everywhere; } GradOut;
+#define NO_GRADIENT (GradOut) { 0, 0 }
 /* What is found of a row before its gradients are written */
 typedef struct {
     Softmax input, target;
@@ -127,7 +130,7 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
         if (WANT_INPUT && want_slopes)                                                                               \
             d_input[i] = STORE_DX(e.d_log_q);                                                                        \
         if (WANT_INPUT && want_gradient)                                                                             \
-            d_input[i] = STORE_DX(e.input * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));   \
+            d_input[i] = STORE_DX((e.input * of_input - everywhere) * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)); \
         if (WANT_TARGET && want_gradient)                                                                            \
             d_target[i] = STORE_DY(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
     }
@@ -136,11 +139,12 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
    the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
    fast, or safe. */
 INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                  Parameters parameters, real grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
+                  Parameters parameters, GradOut grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
 {
-    const real of_input = INPUT_IS_LOGITS ? grad_out * row.input_inv_temperature : grad_out;
-    const real of_target = TARGET_IS_LOGITS ? grad_out * row.target_inv_temperature : grad_out;
-    (void)of_input, (void)of_target, (void)softcaps;
+    const real of_input = INPUT_IS_LOGITS ? grad_out.loss * row.input_inv_temperature : grad_out.loss;
+    const real of_target = TARGET_IS_LOGITS ? grad_out.loss * row.target_inv_temperature : grad_out.loss;
+    const real everywhere = INPUT_IS_LOGITS ? grad_out.everywhere * row.input_inv_temperature : 0;
+    (void)of_input, (void)of_target, (void)everywhere, (void)softcaps;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         real term = 0, d_log_p = 0, d_log_q = 0, q_minus_p = 0;
@@ -174,7 +178,7 @@ INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, 
 
 #define SWEEP(name, fast, want_sum, want_gradient, want_slopes) \
     NOINLINE static void name(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps, \
-                              Parameters parameters, real grad_out, Sums *sums) \
+                              Parameters parameters, GradOut grad_out, Sums *sums) \
     { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient, \
             want_slopes); }
 
@@ -197,16 +201,17 @@ SWEEP(fast_gradient, 1, 0, 1, 0)
 SWEEP(fast_sum_and_slopes, 1, 1, 0, 1)
 
 /* From the slopes that are in its place */
-NOINLINE static void gradient_of_slopes(const X *x, DX *d_input, int64_t n, Row row, Softcaps softcaps, real grad_out)
+NOINLINE static void gradient_of_slopes(const X *x, DX *d_input, int64_t n, Row row, Softcaps softcaps, GradOut grad_out)
 {
-    const real of_input = grad_out * row.input_inv_temperature;
+    const real of_input = grad_out.loss * row.input_inv_temperature;
+    const real everywhere = grad_out.everywhere * row.input_inv_temperature;
     (void)softcaps;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const real xi = COUNTED_X(LOAD_X(x[i]));
         const real q = fast_logit_mass(xi, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
         const real d_x = (real)d_input[i] - q * row.input_grad_sum;
-        d_input[i] = STORE_DX(d_x * (of_input * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)));
+        d_input[i] = STORE_DX((d_x * of_input - everywhere) * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1));
     }
 }
 #endif
@@ -328,10 +333,10 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #if KEEPS_SLOPES
     found->has_slopes = a->verb == VERB_LOSS && (const void *)d_input != (const void *)x;
     if (found->has_slopes)
-        fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameters, 0, &found->sums);
+        fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
     else
 #endif
-        fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
+        fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
 #endif
 #if SLOPES_ARE_LOGS
     if (!is_well_conditioned(found->sums, MIN_FAST_SUM) && is_well_conditioned(found->sums, MIN_NEAR_SUM))
@@ -380,7 +385,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
         found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
         found->sums = (Sums){ 0, 0, 0, 0 };
-        sum(x, y, 0, 0, n, *row, softcaps, parameters, 0, &found->sums);
+        sum(x, y, 0, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
         /* The sums' rounding is in the difference of log-sum-exps, and shows in the masses as an excess. Smooth kinds
            have its square, and seldom too much of it; total_variation has it as it is, and so have pieces that are merged
            by their masses. */
@@ -476,18 +481,31 @@ static void keep_state(const Arguments *a, int64_t r, const Found *found, double
 }
 
 #if INPUT_IS_LOGITS
-/* A row's label: the logits there, read before gradients may take their place, as they count; else 0 */
-typedef struct { int64_t token; real x, y; } Label;
+/* A row's label: the logits there, read before gradients may take their place, as they count; else 0. Where it is smoothed, the mean
+   of the input's */
+typedef struct { int64_t token; real x, y; double mean; } Label;
+
+NOINLINE static double mean_logit(const X *x, int64_t n, Softcaps softcaps)
+{
+    double sum = 0;
+    (void)softcaps;
+#pragma omp simd reduction(+: sum)
+    for (int64_t i = 0; i < n; i++)
+        sum += (double)COUNTED_X(LOAD_X(x[i]));
+    return sum / (double)n;
+}
 
 static Label label_of(const Arguments *a, int64_t r, const X *x, const Y *y, int64_t n, Softcaps softcaps)
 {
-    Label label = { a->labels ? a->labels[r] : -1, 0, 0 };
+    Label label = { a->labels ? a->labels[r] : -1, 0, 0, 0 };
     (void)softcaps;
     if (label.token >= n)
         label.token = -1;
     if (label.token >= 0) {
         label.x = COUNTED_X(LOAD_X(x[label.token]));
         label.y = COUNTED_Y(LOAD_Y(y[label.token]));
+        if (a->label_smoothing && a->label_weight)
+            label.mean = mean_logit(x, n, softcaps);
     }
     return label;
 }
@@ -497,7 +515,8 @@ static double labelled_loss(const Arguments *a, Label label, double lse)
 {
     if (label.token == NO_LABEL)
         return 0;
-    const double of_label = a->label_weight ? a->label_weight * (lse - (double)label.x * (double)(real)(1 / a->input_temperature)) : 0;
+    const double smoothing = a->label_smoothing, logit = smoothing ? (1 - smoothing) * (double)label.x + smoothing * label.mean : (double)label.x;
+    const double of_label = a->label_weight ? a->label_weight * (lse - logit * (double)(real)(1 / a->input_temperature)) : 0;
     return of_label + (a->z_weight ? a->z_weight * lse * lse : 0);
 }
 static double mass_factor(const Arguments *a, Label label, double lse)
@@ -570,7 +589,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         found.tilted_lse = known(a, STATS_TILTED_LSE, r);
 #endif
         set_row(&row, &found, a);
-        sum(x, y, 0, 0, n, row, softcaps, parameters, 0, &found.sums);
+        sum(x, y, 0, 0, n, row, softcaps, parameters, NO_GRADIENT, &found.sums);
     } else {
         sum_row(x, y, d_input, n, &row, softcaps, parameters, a, &found);
     }
@@ -579,11 +598,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #else
 #if ONE_SWEEP
     if (!has_state) {
-        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, (real)(weight * a->scale), &found.sums);
+        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, (GradOut){ (real)(weight * a->scale), 0 }, &found.sums);
     } else
 #endif
         if (!has_state)
-            sum(x, y, d_input, d_target, n, row, softcaps, parameters, 0, &found.sums);
+            sum(x, y, d_input, d_target, n, row, softcaps, parameters, NO_GRADIENT, &found.sums);
 #endif
     if (a->verb == VERB_STATISTICS) {
         keep_statistics(a, r, &found);
@@ -618,7 +637,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
             row.input_grad_sum = (real)(found.sums.d_log_q - factor / (a->divergence_weight * d_loss));
         upstream *= a->divergence_weight;
 #endif
-        const real grad_out = (real)upstream;
+        GradOut grad_out = { (real)upstream, 0 };
+#if INPUT_IS_LOGITS
+        const double of_label = label.token >= 0 ? weight * a->scale * a->label_weight : 0;
+        grad_out.everywhere = (real)(of_label * a->label_smoothing / (double)n);
+#endif
 #if KEEPS_SLOPES
         if (found.mode == FAST && found.has_slopes)
             gradient_of_slopes(x, d_input, n, row, softcaps, grad_out);
@@ -631,10 +654,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
             gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
 #if INPUT_IS_LOGITS && WANT_INPUT
-        if (label.token >= 0 && a->label_weight != 0) {
-            const real of_row = safe_element(label.x, label.y, row, parameters).input * grad_out;
+        if (of_label != 0) {
+            const real of_row = safe_element(label.x, label.y, row, parameters).input * grad_out.loss;
             const real slope = row.input_inv_temperature * (INPUT_IS_CAPPED ? softcap_grad(label.x, softcaps.input) : 1);
-            d_input[label.token] = STORE_DX((of_row - (real)(weight * a->scale * a->label_weight)) * slope);
+            const real less = (real)(of_label * (1 - a->label_smoothing)) + grad_out.everywhere;
+            d_input[label.token] = STORE_DX((of_row - less) * slope);
         }
 #endif
     }

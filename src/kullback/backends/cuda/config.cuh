@@ -55,6 +55,10 @@
 #define Y_HIGH X_HIGH
 #endif
 
+#ifndef HAS_SMOOTHING
+#define HAS_SMOOTHING 0 /* whether a row's label is smoothed: its logits are summed, and each has less of the gradient */
+#endif
+
 #ifndef IS_LOGITS
 #define IS_LOGITS 1 /* topk.cuh: what the row holds, and whether its logits are capped */
 #define IS_PROBS 0

@@ -29,7 +29,7 @@ struct Operands {
 
 /* What is the same in every launch for such tensors */
 struct Setup {
-    float inv_temperature, softcap, label_weight, z_weight;
+    float inv_temperature, softcap, label_weight, z_weight, label_smoothing;
     int slice_vectors, tiles; /* of a row in a block, at most, and tiles that they take: the last may be empty */
     int tile_vectors, stages;
 };
@@ -44,8 +44,15 @@ INLINE int label_of(const Arguments &a, unsigned r)
 
 INLINE double weight_of(const Arguments &a, unsigned r) { return a.row_weight && r < a.rows ? (double)a.row_weight[r] : 1.0; }
 
-/* Shared memory: tiles; of each exchange what each warp of the cluster has found, as [max, Σ exp, the label's logit or 0]; barriers:
-   full and empty of each stage, arrivals of each exchange */
+/* What a smoothed label's row has its logits summed against, so that none are far from 0: its first, if that is finite */
+INLINE real origin_of(const Arguments &a, unsigned r)
+{
+    const real first = HAS_SMOOTHING && r < a.rows ? counted(to_real(a.x[r * a.x_stride]), (real)a.softcap, 0) : (real)0;
+    return safe_abs(first) < REAL_INFINITY ? first : (real)0;
+}
+
+/* Shared memory: tiles; of each exchange what each warp of the cluster has found, as [max, Σ exp, the label's logit or 0, Σ logits
+   less as many origins]; barriers: full and empty of each stage, arrivals of each exchange */
 struct Memory {
     int stages, tile_vectors, warps; /* of the cluster */
 
@@ -136,11 +143,12 @@ template <bool LAST, typename F> INLINE void each_vector(const Memory &memory, c
 struct Whole {
     real own, from, of_own, of_others; /* the label's logit; what masses are relative to; the label's, and all others' */
     real inv_sum_exp, log_sum_exp;
+    real above_origin; /* Σ logits less as many origins (HAS_SMOOTHING) */
 
     INLINE Whole(const float4 *found, int count, bool has_label, real to_exponent)
     {
         const int lane = (int)threadIdx.x % WARP;
-        real max = -REAL_INFINITY, sum = 0, label = 0;
+        real max = -REAL_INFINITY, sum = 0, label = 0, above = 0;
         const auto larger = [](real a, real b) { return b > a ? b : a; };
 #pragma unroll 1
         for (int i = lane; i < count; i += WARP)
@@ -150,8 +158,10 @@ struct Whole {
         for (int i = lane; i < count; i += WARP) {
             sum += found[i].y * power((found[i].x - max) * to_exponent);
             label += found[i].z;
+            above += found[i].w;
         }
         sum = warp_sum(sum);
+        above_origin = HAS_SMOOTHING ? warp_sum(above) : 0;
         own = has_label ? warp_sum(label) : -REAL_INFINITY;
         from = against(own > max || sum == 0 ? own : max);
         of_own = power((own - from) * to_exponent);
@@ -207,11 +217,12 @@ SHARED_ARRAY(double, losses, 1); /* of this block's rows: a register of its own 
 INLINE void consume_rows(const Arguments &a, const Memory &memory, unsigned rank)
 {
     const real inverse = a.inv_temperature, cap = a.softcap, to_exponent = exponent_scale(inverse);
-    const real of_label = a.label_weight, of_z = a.z_weight;
+    const real of_label = a.label_weight, of_z = a.z_weight, smoothing = HAS_SMOOTHING ? a.label_smoothing : (real)0;
     const unsigned blocks = cluster_nctarank();
     const int thread = (int)threadIdx.x, tiles = a.tiles;
     int next_label = label_of(a, clusterid());
     double next_weight = weight_of(a, clusterid());
+    real next_origin = origin_of(a, clusterid());
     Stage first = { 0, 0 };
     unsigned turn = 0;
     for (unsigned r = clusterid(); r < a.rows; r += nclusterid(), turn++) {
@@ -219,17 +230,27 @@ INLINE void consume_rows(const Arguments &a, const Memory &memory, unsigned rank
         const int label = next_label, token = of_label != 0 && label >= 0 ? label : (int)NO_TOKEN;
         const int in_vectors = slice.in_vectors(token), own_vector = in_vectors < 0 ? -1 : in_vectors / WIDTH;
         const double weight = next_weight;
+        const real origin = next_origin;
         const bool is_read = label != IGNORED && weight != 0;
         const real own = thread < WARP && slice.has(token) ? counted(to_real(slice.row[token]), cap, 0) : (real)0;
         next_label = label_of(a, r + nclusterid()); /* a row before they are needed */
         next_weight = weight_of(a, r + nclusterid());
+        next_origin = origin_of(a, r + nclusterid());
 
         SoftmaxStats others = { -REAL_INFINITY, 0 };
+        real above_origin = 0;
         const auto take = [&](const Packed<X> &loaded, int v) {
             real values[WIDTH];
 #pragma unroll
             for (int j = 0; j < WIDTH; j++)
                 values[j] = counted(at(loaded, j), cap, 0);
+            if (HAS_SMOOTHING) {
+                real part = 0;
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++)
+                    part += values[j] - origin;
+                above_origin += part;
+            }
             if (others.max == -REAL_INFINITY) /* a maximum is sought only where the first logit is far too small */
                 others.max = values[0];
             if (__builtin_expect(v == own_vector, 0))
@@ -239,16 +260,23 @@ INLINE void consume_rows(const Arguments &a, const Memory &memory, unsigned rank
             add<WIDTH>(others, values, to_exponent);
         };
         each_vector<!WANT_INPUT>(memory, slice, first, tiles, take);
-        if (thread < slice.edges && slice.edge(thread) != token) {
+        if (thread < slice.edges) {
             const real value = counted(to_real(slice.row[slice.edge(thread)]), cap, 0);
-            add<1>(others, &value, to_exponent);
+            above_origin += value - origin;
+            if (slice.edge(thread) != token)
+                add<1>(others, &value, to_exponent);
         }
         others = warp_merged(others, to_exponent);
-        const float4 *found = exchanged(memory, turn, rank, blocks, { others.max, others.sum_exp, own, 0 });
+        const float4 *found
+            = exchanged(memory, turn, rank, blocks, { others.max, others.sum_exp, own, HAS_SMOOTHING ? warp_sum(above_origin) : (real)0 });
         const Whole whole(found, memory.warps, token >= 0, to_exponent);
         const real lse = real_fma(whole.from, inverse, whole.log_sum_exp);
         if (rank == 0 && thread == 0) {
             double lost = token < 0 ? 0 : (double)of_label * ((whole.from - whole.own) * inverse + whole.log_sum_exp);
+            if (HAS_SMOOTHING && token >= 0) {
+                const real below = (whole.from - origin) - whole.above_origin / (real)slice.vocab;
+                lost += (double)smoothing * ((double)of_label * (below * inverse + whole.log_sum_exp) - lost);
+            }
             if (of_z != 0)
                 lost += (double)of_z * lse * lse;
             lost = is_read ? lost * weight : 0;
@@ -262,14 +290,18 @@ INLINE void consume_rows(const Arguments &a, const Memory &memory, unsigned rank
             X *to = a.d_input + r * a.d_input_stride;
             const bool in_phase = (int)head_of(to, a.vocab) == slice.head;
             const real upstream = is_read ? (real)(weight * a.scale) * inverse : (real)0, of_square = 2 * of_z * lse;
+            const real everywhere = HAS_SMOOTHING && token >= 0 ? upstream * of_label * smoothing / (real)slice.vocab : (real)0;
             const real factor = upstream * ((token >= 0 ? of_label : (real)0) + of_square) * whole.inv_sum_exp;
             const auto with_cap = [&](real found, real value) { return IS_CAPPED ? found * softcap_grad(value, cap) : found; };
             const auto gradient = [&](real value) {
-                return rounded<X>(is_read ? with_cap(factor * power((value - whole.from) * to_exponent), value) : (real)0);
+                const real mass = power((value - whole.from) * to_exponent);
+                const real found = HAS_SMOOTHING ? real_fma(factor, mass, -everywhere) : factor * mass;
+                return rounded<X>(is_read ? with_cap(found, value) : (real)0);
             };
             const auto of_token = [&] { /* of the label itself */
                 const real more = of_square * whole.of_own, less = of_label * whole.of_others;
-                return rounded<X>(is_read ? with_cap(upstream * (more - less) * whole.inv_sum_exp, whole.own) : (real)0);
+                const real found = upstream * (more - less) * whole.inv_sum_exp, smoothed = upstream * of_label * smoothing - everywhere;
+                return rounded<X>(is_read ? with_cap(HAS_SMOOTHING ? found + smoothed : found, whole.own) : (real)0);
             };
             each_vector<true>(memory, slice, first, tiles, [&](const Packed<X> &loaded, int v) {
                 Packed<X> values;

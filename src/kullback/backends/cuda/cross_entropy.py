@@ -29,6 +29,7 @@ class Variant(NamedTuple):
     loss: torch.dtype
     wants_input: bool = True
     capped: bool = False
+    smoothing: bool = False
 
 
 def takes(work: Rows) -> bool:
@@ -48,7 +49,6 @@ def takes(work: Rows) -> bool:
         and not problem.shard.group  # else a row is more than this rank's slice
         and work.peers is None
         and problem.formula.finish_is_linear
-        and not problem.weights.smoothing
         and has_place(x)
     )
 
@@ -66,6 +66,7 @@ def source(variant: Variant, placed: plan.Slices) -> str:
         "IS_LOGITS": 1,
         "IS_PROBS": 0,
         "IS_CAPPED": variant.capped,
+        "HAS_SMOOTHING": variant.smoothing,
         "WANT_SUM": 1,
         "WANT_INPUT": variant.wants_input,
         "WANT_TARGET": 0,
@@ -97,9 +98,8 @@ def run(work: Rows) -> None:
         fill(work.found, d_loss=1, mode=Mode.SAFE)
     placed = plan.slices(x.size(1), x.dtype, logits.chip_of(index), work.d_input is not None)
     assert placed is not None
-    launcher = _launcher(
-        Variant(x.dtype, weight_dtype, loss_dtype, work.d_input is not None, side.softcap != 0), placed, index
-    )
+    flags = work.d_input is not None, side.softcap != 0, weights.smoothing != 0
+    launcher = _launcher(Variant(x.dtype, weight_dtype, loss_dtype, *flags), placed, index)
     partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks * placed.cluster)
     launcher(
         x.size(0),
@@ -122,6 +122,7 @@ def run(work: Rows) -> None:
             softcap=side.softcap,
             label_weight=weights.label,
             z_weight=weights.z,
+            label_smoothing=weights.smoothing,
             slice_vectors=placed.vectors,
             tile_vectors=placed.tile_vectors,
             tiles=placed.tiles,

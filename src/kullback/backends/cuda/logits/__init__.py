@@ -56,6 +56,7 @@ class Variant(NamedTuple):
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
     auxiliary: bool = False  # whether a row's loss is more than its divergence
+    smoothing: bool = False  # whether its label is smoothed
     figures: bool = False  # whether the input's log-sum-exps and entropies are wanted
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
     near: NearShape = NearShape()  # the polynomials of rows that are near
@@ -75,6 +76,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],
         "HAS_AUXILIARY": variant.auxiliary,
+        "HAS_SMOOTHING": variant.smoothing,
         "WANT_FIGURES": variant.figures,
         "HAS_PEERS": variant.has_peers,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
@@ -124,8 +126,6 @@ def why_not(work: Rows) -> str | None:
     x, y = work.operands[:2]
     if x.dtype is torch.float64 or y.dtype is torch.float64:
         return "logits in float64 have no CUDA kernel"
-    if work.problem.weights.smoothing:
-        return "smoothed labels have no CUDA kernel"
     if x.numel() > 1 << 30 and max(x.shape) > 1 << 30:
         return f"{list(x.shape)} has a side longer than 2**30"
     return None
@@ -231,6 +231,7 @@ def _prepared(
         wants,
         capped,
         has_auxiliary,
+        has_auxiliary and problem.weights.smoothing != 0,
         has_figures,
         has_peers,
         NearShape() if wide is None else wide.shape,
@@ -244,6 +245,7 @@ def _prepared(
         divergence_weight=problem.weights.divergence,
         label_weight=problem.weights.label,
         z_weight=problem.weights.z,
+        label_smoothing=problem.weights.smoothing,
         parameters=problem.parameter,
         **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
         **_packed("near", MOST_TERMS, _as_cached(kind, wide)),
@@ -300,9 +302,10 @@ def layout(
     has_peers: bool = False,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
-    # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32.
+    # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32. Nothing can
+    # be taken off their product, since a softcap's derivative is in the mass.
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
-    caches = is_kept and wants == (True, False) and caches_slopes(problem)
+    caches = is_kept and wants == (True, False) and not problem.weights.smoothing and caches_slopes(problem)
     capped = problem.input.softcap != 0 or problem.target.softcap != 0
     return plan.logits(
         vocab,

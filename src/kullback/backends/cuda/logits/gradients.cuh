@@ -19,7 +19,9 @@ template <int MODE> INLINE Element floored_element(const Arguments &a, float &q,
 /* What an element's logits get; of logits that are (q, p) */
 INLINE void pull_back(const Arguments &a, const Element &e, float q, float p, GradOut grad_out, DX &input, DY &target)
 {
-    input = rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
+    input = HAS_SMOOTHING
+        ? grad_out.of_input(a, e.input * grad_out.input, q)
+        : rounded<DX>(e.input * (INPUT_IS_CAPPED ? grad_out.input * softcap_grad(q, a.input_softcap) : grad_out.input));
     target = rounded<DY>(e.target * (TARGET_IS_CAPPED ? grad_out.target * softcap_grad(p, a.target_softcap) : grad_out.target));
 }
 

@@ -7,23 +7,28 @@
 
 namespace kullback {
 
-/* What is upstream of a row's logits, and what of its label's is taken off */
+/* What is upstream of a row's logits; and what is taken off its label's, and off those of all tokens of a smoothed label's row */
 struct GradOut {
-    float input, target, label;
+    float input, target, label, everywhere;
 
     /* loss: upstream of the row's divergence; label: of its label's cross-entropy */
     INLINE GradOut(const Arguments &a, float loss, float label = 0)
         : input(INPUT_IS_LOGITS ? loss * a.input_inv_temperature : loss),
-          target(TARGET_IS_LOGITS ? loss * a.target_inv_temperature : loss), label(label * a.input_inv_temperature)
+          target(TARGET_IS_LOGITS ? loss * a.target_inv_temperature : loss), label(label * a.input_inv_temperature), everywhere(0)
     {
+#if HAS_SMOOTHING
+        everywhere = this->label * a.label_smoothing / (float)a.vocab;
+        this->label *= 1 - a.label_smoothing;
+#endif
+    }
+
+    /* What an input's logit gets, that is q; gradient: with what is upstream of the divergence in it */
+    INLINE DX of_input(const Arguments &a, float gradient, float q) const
+    {
+        const float found = HAS_SMOOTHING ? gradient - everywhere : gradient;
+        return rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(q, a.input_softcap) : found);
     }
 };
-
-INLINE GradOut grad_out_of(const Arguments &a, double weight, double d_loss)
-{
-    const double upstream = weight * a.scale;
-    return GradOut(a, (float)(upstream * divergence_weight(a) * d_loss), (float)upstream * label_weight(a));
-}
 
 #if HAS_AUXILIARY
 /* What a group keeps of its row's label */
@@ -92,8 +97,15 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
     if (label.token < 0 || a.label_weight == 0)
         return of_z;
     /* of logits far from 0 what is left must keep its digits */
-    const float error = lse_error(a, stats), below = (stats.x_max - input_of(a, label.x)) * a.input_inv_temperature;
-    return of_z + a.label_weight * (below + (logf(stats.x_sum_exp) + error));
+    const float error = lse_error(a, stats), log_sum_exp = logf(stats.x_sum_exp);
+    const float below = (stats.x_max - input_of(a, label.x)) * a.input_inv_temperature;
+    const float of_label = below + (log_sum_exp + error);
+#if HAS_SMOOTHING /* exponents are of 2, less what the maximum's is rounded by; or of e */
+    const float mean = stats.exponent_sum / (float)a.vocab * (stats.in_range ? LN2 : 1);
+    return of_z + a.label_weight * fmaf(a.label_smoothing, (log_sum_exp - mean) - of_label, of_label);
+#else
+    return of_z + a.label_weight * of_label;
+#endif
 }
 
 /* The row's Σ d_log_q as gradients want it */
@@ -121,11 +133,11 @@ INLINE void differentiate_label(const Arguments &a, const Pipeline &pipeline, co
     if (!WANT_INPUT || !group.has_label)
         return;
     const Label label = label_of(pipeline);
-    const float q = input_of(a, label.x), found = own(q, target_of(a, label.y)) - grad_out.label;
+    const float q = input_of(a, label.x);
 #if RESIDENT
     own_label().token = label.token;
 #endif
-    own_label().input = rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(q, a.input_softcap) : found);
+    own_label().input = grad_out.of_input(a, own(q, target_of(a, label.y)) - grad_out.label, q);
 }
 
 /* After the row's other gradients. Those of vectors are the same warp's; element by element all of a group has them. */
@@ -150,5 +162,16 @@ template <typename F> INLINE void differentiate_label(const Arguments &, const P
 {
 }
 #endif
+
+INLINE GradOut grad_out_of(const Arguments &a, const Pipeline &pipeline, double weight, double d_loss)
+{
+    const double upstream = weight * a.scale;
+    float of_label = (float)upstream * label_weight(a);
+#if HAS_SMOOTHING
+    if (label_of(pipeline).token == NO_LABEL)
+        of_label = 0;
+#endif
+    return GradOut(a, (float)(upstream * divergence_weight(a) * d_loss), of_label);
+}
 
 }

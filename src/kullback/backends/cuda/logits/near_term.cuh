@@ -162,7 +162,7 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
         if (WRITES) {
             const Gradients gradients = gradients_of(own, other, r, sum);
             if (WANT_INPUT)
-                input = rounded<DX>(gradients.input * (INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1));
+                input = grad_out.of_input(a, gradients.input, own);
             if (WANT_TARGET)
                 target = rounded<DY>(gradients.target * (TARGET_IS_CAPPED ? softcap_grad(other, a.target_softcap) : 1));
             if (is_near)

@@ -614,7 +614,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.lacks_term) {
         const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
-        const GradOut grad_out = grad_out_of(a, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
+        const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if HAS_AUXILIARY
         if (WANT_GRADIENT)
             shift_sum(a, pipeline, found.stats, found.sums, (float)d_loss);
@@ -670,7 +670,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     if (WANT_GRADIENT && found.is_equal) {
         write_zeros(slice, pipeline, group);
     } else if (WANT_GRADIENT) {
-        const GradOut grad_out = grad_out_of(a, weight, done.derivative);
+        const GradOut grad_out = grad_out_of(a, pipeline, weight, done.derivative);
 #if HAS_AUXILIARY
         shift_sum(a, pipeline, found.stats, found.sums, (float)done.derivative);
 #endif

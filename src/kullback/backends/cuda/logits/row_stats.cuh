@@ -25,6 +25,9 @@ struct RowStats {
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents: this thread's part */
 #endif
+#if HAS_SMOOTHING
+    float exponent_sum = 0; /* Σ of the input's exponents */
+#endif
     float spread = 0;      /* `spread_of` a sample of neighbours: the row's, or this thread's (SPREAD_SHARED) */
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
     float overlap = 0;     /* Σ of the product of what a thread has of either side's masses (OVERLAP_SHARED) */
@@ -48,7 +51,8 @@ struct RowStats {
     template <int COUNT, bool GUARDED, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, const Lows &low)
     {
         const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
-        float x_part = 0, y_part = 0, exponents_part = 0, parts[MOMENTS + !MOMENTS]; /* for a sum of few parts is more exact */
+        float x_part = 0, y_part = 0, exponents_part = 0, exponent_part = 0; /* for a sum of few parts is more exact */
+        float parts[MOMENTS + !MOMENTS];
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
             const auto add = [=](float &part, float more) { part = k ? part + more : more; };
@@ -60,6 +64,8 @@ struct RowStats {
                 add(y_part, p);
             if (WANT_FIGURES)
                 add(exponents_part, q * x_exponent); /* NaN where an exponent is -inf: found again */
+            if (HAS_SMOOTHING)
+                add(exponent_part, x_exponent);
 #if HAS_LOG_RATIOS
             const float ratio = y_exponent - x_exponent;
             if (HAS_P_LOG_RATIO)
@@ -80,6 +86,9 @@ struct RowStats {
         y_sum_exp += y_part;
 #if WANT_FIGURES
         exponents += exponents_part;
+#endif
+#if HAS_SMOOTHING
+        exponent_sum += exponent_part;
 #endif
 #pragma unroll
         for (int m = 0; m < MOMENTS; m++)
@@ -197,6 +206,9 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
             stats.sampled = (float)sampled_pairs(slice, group);
     }
     stats = all_reduced(a, pipeline, group, stats);
+#if HAS_SMOOTHING
+    stats.exponent_sum = all_reduced(a, pipeline, group, SlopeSums { stats.exponent_sum }).p;
+#endif
 #if WANT_FIGURES
     if (!warp_all(stats.exponents == stats.exponents)) { /* of logits that are -inf */
         double exponents = 0;
@@ -346,19 +358,24 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
                 return true;
         }
     }
-    double x_sum_exp = 0, y_sum_exp = 0, exponents = 0;
+    double x_sum_exp = 0, y_sum_exp = 0, exponents = 0, exponent_sum = 0;
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) {
         const float exponent = (input_of(a, x) - row_max.x) * a.input_inv_temperature, q = safe_exp(exponent);
         x_sum_exp += (double)q;
         if (WANT_FIGURES)
             exponents += (double)(q * finite_ratio(exponent));
+        if (HAS_SMOOTHING)
+            exponent_sum += (double)exponent;
         y_sum_exp += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
     });
-    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp });
+    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp, (float)exponent_sum });
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
     stats.x_sum_exp = sums.term;
     stats.y_sum_exp = sums.d_log_p;
+#if HAS_SMOOTHING
+    stats.exponent_sum = sums.d_log_q;
+#endif
 #if WANT_FIGURES
     keep_exponents(a, slice.row, group, (float)exponents);
 #endif

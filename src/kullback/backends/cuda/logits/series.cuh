@@ -139,7 +139,7 @@ INLINE void write_gradients_by_series(RowTerms<SURE> &found, const Slice &slice,
         const float of_q = root * polynomial(input_factor, r), of_p = root * polynomial(target_factor, r);
         part.light = fmaf(root * (r * r), polynomial(term_factors, r), part.light);
         part.see(of_q, of_p);
-        input = rounded<DX>(INPUT_IS_CAPPED ? of_q * softcap_grad(q, a.input_softcap) : of_q);
+        input = grad_out.of_input(a, of_q, q);
         target = rounded<DY>(TARGET_IS_CAPPED ? of_p * softcap_grad(p, a.target_softcap) : of_p);
         return series.is_near(r);
     }, [&](float x, float y, const Row &row, DX &input, DY &target) {

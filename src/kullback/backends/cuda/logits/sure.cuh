@@ -63,7 +63,7 @@ INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &
     const float heavy_y = heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
     const auto input_of_own = [&](float gradient, float q) {
         const float mass = fast_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-        return rounded<DX>(fmaf(-mass, of_input, gradient) * (INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1));
+        return grad_out.of_input(a, fmaf(-mass, of_input, gradient), q);
     };
     const auto target_of_own = [&](float gradient, float p) {
         const float mass = fast_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
