@@ -79,6 +79,42 @@ def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
     return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
 
 
+FLOAT_RADIUS, FLOAT_TOLERANCE = 2.0, 3e-7
+FLOAT_TERMS, FLOAT_DIFFERENCES = (8, 13, 15), (11, 15, 17)
+
+
+class OverRoot(NamedTuple):
+    """Polynomials of r over √(p·q), as exact as float32: a term from r² on, and d_log_q - d_log_p from r on.
+
+    Their sum is the term, since terms are homogeneous. Of a symmetric kind the one is even and the other odd, so that
+    exchanging p and q changes nothing, to the bit.
+    """
+
+    term: tuple[float, ...]
+    difference: tuple[float, ...]
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """From a power of each that is wanted to the next."""
+        return 1 if any(self.term[1::2]) else 2, 1 if any(self.difference[1::2]) else 2
+
+
+@functools.lru_cache(maxsize=1024)
+def over_root(kind: str, parameter: float) -> OverRoot | None:
+    """None of a kind with a corner, or where so many powers do not reach."""
+    if has_corner(kind):
+        return None
+
+    def difference_of(ratio: Tensor) -> Tensor:
+        element = element_at(kind, parameter, ratio)
+        found: Tensor = element.d_log_q - element.d_log_p
+        return found
+
+    term = shortest_fit(*term_over_root(kind, parameter), FLOAT_TOLERANCE, FLOAT_TERMS, FLOAT_RADIUS)
+    difference = shortest_fit(difference_of, 1, FLOAT_TOLERANCE, FLOAT_DIFFERENCES, FLOAT_RADIUS)
+    return None if term is None or difference is None else OverRoot(term, difference)
+
+
 def term_over_root(kind: str, parameter: float) -> tuple[Callable[[Tensor], Tensor], int]:
     """A term over √(p·q) by log-ratio, and the first power that it has; with a corner it is one of |r|, made odd."""
 

@@ -47,7 +47,9 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
     program = Program({name: element[name] for name in ELEMENT})
     elements = "\n".join(_print_element(program, names, prefix) for prefix in prefixes)
     if "fast_" in prefixes:
-        elements += _print_moments(kind, names) + _print_near_element(kind, names)
+        elements += _print_moments(kind, names)
+    if "stable_" in prefixes:
+        elements += _print_near_element(kind, names)
     if traced.has_tilted_lse:
         elements += _print_log_tilted(Program({"log_tilted": element["log_tilted"]}), names)
     finish, finished = print_steps(traced.finish, "double", {**names, "tilted_lse": "tilted_lse"}, "")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kullback.backends import pytorch
 from kullback.backends.arguments import address
@@ -15,12 +16,22 @@ from kullback.backends.build import BuildError, remember_failures
 from kullback.backends.c import describe, topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library, softmaxes
 from kullback.backends.lowering import slopes_are_logs
+from kullback.backends.near import FLOAT_RADIUS, over_root
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
 from kullback.problem import formula, has_corner, moments_of
 from kullback.work import VERBS, Describe, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
+
+
+class NearShape(NamedTuple):
+    """Of near rows' two polynomials how many powers, and from one that is wanted to the next."""
+
+    terms: int
+    differences: int
+    term_step: int
+    difference_step: int
 
 
 class Variant(NamedTuple):
@@ -37,9 +48,12 @@ class Variant(NamedTuple):
     loss: torch.dtype
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
+    near: NearShape | None = None
 
 
-ROWS = (HERE / "rows.c").read_text(encoding="utf-8")
+SWEEP, NEAR, NEAR_ROWS, ROWS = (
+    (HERE / name).read_text(encoding="utf-8") for name in ("sweep.h", "near.h", "near_rows.h", "rows.c")
+)
 Arguments, Structure = arguments_of(ROWS)
 
 
@@ -99,6 +113,7 @@ def source(variant: Variant) -> str:
         "KEEPS_SLOPES": has_fast
         and moments_of(variant.kind) is None
         and (variant.wants, variant.dx) == ((True, False), torch.float32),
+        "HAS_NEAR": variant.near is not None,
         "IS_SMOOTH": not has_corner(variant.kind),
         "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
@@ -113,9 +128,32 @@ def source(variant: Variant) -> str:
             print_functor(variant.kind, *forms, prefixes),
             print_layout(formula(variant.kind, *forms).has_tilted_lse),
             softmaxes(variant.form == "logits", variant.target_form == "logits"),
+            SWEEP,
+            "" if variant.near is None else _near_rows(variant.near),
             ROWS,
         ]
     )
+
+
+def _near_rows(shape: NearShape) -> str:
+    macros: dict[str, int | str] = {
+        "NEAR_TERMS": shape.terms,
+        "NEAR_TERM_STEP": shape.term_step,
+        "NEAR_DIFFERENCES": shape.differences,
+        "NEAR_DIFFERENCE_STEP": shape.difference_step,
+        "NEAR_RADIUS": f"{FLOAT_RADIUS}f",
+    }
+    return print_macros(macros) + NEAR + NEAR_ROWS
+
+
+@functools.lru_cache(maxsize=1024)
+def _near_of(kind: str, parameter: float) -> tuple[NearShape, Tensor] | None:
+    """And the factors, of terms first."""
+    found = over_root(kind, parameter)
+    if found is None:
+        return None
+    factors = torch.tensor(found.term + found.difference, dtype=torch.float32, device="cpu")
+    return NearShape(len(found.term), len(found.difference), *found.steps), factors
 
 
 @functools.cache
@@ -142,6 +180,8 @@ def _rows(work: Rows) -> None:
         x, y = x.contiguous(), y.contiguous()
         strides[:2] = [1, 1]
     loss = work.total if work.loss is None else work.loss
+    is_double = torch.float64 in (x.dtype, y.dtype)
+    near = _near_of(problem.kind, problem.parameter) if problem.is_normalised and not is_double else None
     run = kernel(
         Variant(
             problem.kind,
@@ -155,6 +195,7 @@ def _rows(work: Rows) -> None:
             torch.float64 if loss is None else loss.dtype,
             work.wants,
             (problem.input.softcap != 0, problem.target.softcap != 0),
+            None if near is None else near[0],
         )
     )
     run(
@@ -171,6 +212,7 @@ def _rows(work: Rows) -> None:
                 d_input=address(work.d_input),
                 d_target=address(work.d_target),
                 figures=address(work.figures),
+                near=None if near is None else near[1].data_ptr(),
                 rows=rows,
                 vocab=vocab,
                 elements=elements,

@@ -20,13 +20,15 @@ from kullback.backends.build import BuildError
 from kullback.backends.printer import print_macros
 
 HERE = Path(__file__).parent
-# Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised.
+# Partial redundancy elimination turns selections into jumps, and a loop with jumps is not vectorised. Newer compilers
+# refuse functions that are not declared.
 FLAGS = [
     "-std=gnu11",
     "-O3",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-tree-pre",
+    "-Werror=implicit-function-declaration",
     "-shared",
     "-fPIC",
 ]

@@ -99,29 +99,31 @@ INLINE Terms mixed_terms(real x, real y, Row row)
     }
 
 #if !REAL_IS_DOUBLE
-/* By polynomials, as if all were near; returns the longest log-ratio, infinite of NaN. */
-INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+/* By polynomials, as if all were near; returns the longest log-ratio, or NaN. */
+INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, int one_temperature)
 {
     EACH_NEAR_SUM(ZERO)
-    real longest = 0;
+    ubits longest = 0; /* its bits: those of NaN are more than any number's */
     (void)softcaps;
     PRAGMA(omp simd reduction(+: NEAR_SUMS) reduction(max: longest))
     for (int64_t i = 0; i < n; i++) {
         const real own = COUNTED_X(LOAD_X(x[i])), other = COUNTED_Y(LOAD_Y(y[i]));
-        const real ratio = ratio_of(own, other, &row), size = safe_abs(ratio), of_number = size < REAL_INFINITY ? size : REAL_INFINITY;
-        const NearSums more = near_sums(ratio, root_of(own, other, &row));
-        longest = of_number > longest ? of_number : longest;
+        const real ratio = one_temperature ? near_ratio_of(own, other, &row) : ratio_of(own, other, &row);
+        const NearSums more = near_sums(ratio, one_temperature ? near_root_of(own, other, &row) : root_of(own, other, &row));
+        const ubits size = to_bits(safe_abs(ratio));
+        longest = size > longest ? size : longest;
 #define ADD_MORE(sum) sum += more.sum;
         EACH_NEAR_SUM(ADD_MORE)
     }
-    if (longest < NEAR_RADIUS) {
+    const real size = from_bits((bits)longest);
+    if (size < NEAR_RADIUS) {
         const Terms terms = near_terms((NearSums) { NEAR_SUMS });
 #define ADD_NEAR(kind) sums->kind += terms.kind;
         EACH_KIND(ADD_NEAR)
         ADD_NEAR(q_minus_p)
         ADD_NEAR(slope)
     }
-    return longest;
+    return size;
 }
 #endif
 
@@ -129,7 +131,8 @@ NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Sof
 {
     Sums sums = { 0 };
     int is_far = 0; /* whether the group before was */
-    (void)softcaps, (void)is_far;
+    const int one_temperature = row.input_inv_temperature == row.target_inv_temperature;
+    (void)softcaps, (void)is_far, (void)one_temperature;
     for (int64_t start = 0; start < n; start += GROUP) {
         const int64_t end = start + GROUP < n ? start + GROUP : n;
 #if REAL_IS_DOUBLE
@@ -137,7 +140,8 @@ NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Sof
 #else
         real longest = is_far ? longest_of(x + start, y + start, end - start, &row, softcaps) : 0;
         if (longest < NEAR_RADIUS)
-            longest = add_near(&sums, x + start, y + start, end - start, row, softcaps);
+            longest = one_temperature ? add_near(&sums, x + start, y + start, end - start, row, softcaps, 1)
+                               : add_near(&sums, x + start, y + start, end - start, row, softcaps, 0);
         is_far = !(longest < NEAR_RADIUS);
         if (!is_far)
             continue;

@@ -37,7 +37,7 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
             print_macros(macros),
             (HERE / ("close.h" if double else "fast.h")).read_text(encoding="utf-8"),
             print_terms(("safe_", "close_" if double else "fast_")),
-            "" if double else print_near_terms(),
+            "" if double else print_near_terms() + (HERE / "near.h").read_text(encoding="utf-8"),
             print_order(),
             softmaxes(True, has_target, "tokens.h"),
             DESCRIBE,

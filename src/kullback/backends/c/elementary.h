@@ -85,6 +85,10 @@ INLINE real ex2_of_parts(real rounded, real f)
 }
 #endif
 
+/* Below it `mass_exp` is 0 */
+#define LEAST_EXPONENT (REAL_IS_DOUBLE ? (real)-750.0 : (real)-88.1)
+INLINE real bounded_exponent(real x) { return x < LEAST_EXPONENT ? LEAST_EXPONENT : x; }
+
 /* e^x of x that is no more than 0, but for a rounding; 0 where that would be subnormal */
 INLINE real mass_exp(real x)
 {
@@ -92,7 +96,7 @@ INLINE real mass_exp(real x)
     return safe_exp(x);
 #else
     /* x·log2(e) less an integer, in two parts: the product of neither is rounded */
-    const real bounded = x < -88.1f ? -88.1f : x, rounded = bounded * 1.44269504f + ROUND_TO_INTEGER;
+    const real bounded = bounded_exponent(x), rounded = bounded * 1.44269504f + ROUND_TO_INTEGER;
     const real n = rounded - ROUND_TO_INTEGER;
     return ex2_of_parts(rounded, real_fma(bounded, 1.92596299e-8f, real_fma(bounded, 1.44269504f, -n)));
 #endif

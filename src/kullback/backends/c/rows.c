@@ -8,6 +8,7 @@
                                       memory: what is left to do costs a mass
    IS_SMOOTH                          whether terms are parabolas near p = q
    HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
+   HAS_NEAR                           whether polynomials serve rows that are near (near_rows.h)
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
    Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
@@ -15,11 +16,8 @@
 
 #include <stdlib.h>
 
-#define PREFETCH(p) __builtin_prefetch(p)
-
-/* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. A unit of work
-   has so many elements, of as many rows. */
-enum { UNIT = 1 << 16, CACHE_LINE = 64 };
+/* A unit of work has so many elements, of as many rows. */
+enum { UNIT = 1 << 16 };
 
 typedef struct {
     const X *x;
@@ -33,6 +31,7 @@ typedef struct {
     DX *d_input;
     DY *d_target;
     double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or NULL */
+    const float *near;        /* the factors of near rows' polynomials (HAS_NEAR), or NULL */
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
@@ -40,10 +39,6 @@ typedef struct {
     int32_t verb, threads;
 } Arguments;
 
-typedef struct { double term, d_log_p, d_log_q, q_minus_p; } Sums;
-/* What is upstream of a row's divergence, and what all its logits have less of a smoothed label, before they are scaled and capped */
-typedef struct { real loss, everywhere; } GradOut;
-#define NO_GRADIENT (GradOut) { 0, 0 }
 /* What is found of a row before its gradients are written */
 typedef struct {
     Softmax input, target;
@@ -60,6 +55,7 @@ typedef struct {
 /* Where terms are masses times small logarithms, rows between are near: their gradients are good, and of their sums the
    terms of tokens that have more than 2^-10 of a mass are found again. */
 #define MIN_NEAR_SUM (SLOPES_ARE_LOGS ? 2e-4 : MIN_FAST_SUM)
+#define LEAST_SUM_OF_NEAR 1.01 /* Σ exp against the maximum */
 #define HEAVY_LOG_MASS -6.9314718f
 enum { HEAVY_SPAN = 64 };
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
@@ -107,114 +103,6 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
     }
     return result;
 }
-#endif
-
-/* SPAN elements of one sweep; `element` is the formula in one of its modes. */
-#define SWEEP_SPAN(element)                                                                                          \
-    _Pragma("omp simd reduction(+: term, d_log_p, d_log_q, q_minus_p) reduction(max: highest_x, highest_y)")         \
-    for (int64_t i = start; i < end; i++) {                                                                          \
-        const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));                                       \
-        const Element e = element(xi, yi, row, parameters);                                                          \
-        const ubits high_x = RANGE_OFFSET(xi, X_LOW), high_y = RANGE_OFFSET(yi, Y_LOW);                              \
-        highest_x = high_x > highest_x ? high_x : highest_x;                                                         \
-        highest_y = high_y > highest_y ? high_y : highest_y;                                                         \
-        if (want_sum) {                                                                                              \
-            term += e.term;                                                                                          \
-            if (HAS_LOGITS) {                                                                                        \
-                d_log_p += e.d_log_p;                                                                                \
-                d_log_q += e.d_log_q;                                                                                \
-            }                                                                                                        \
-            if (INPUT_IS_LOGITS && TARGET_IS_LOGITS && !fast)                                                        \
-                q_minus_p += e.q_minus_p;                                                                            \
-        }                                                                                                            \
-        if (WANT_INPUT && want_slopes)                                                                               \
-            d_input[i] = STORE_DX(e.d_log_q);                                                                        \
-        if (WANT_INPUT && want_gradient)                                                                             \
-            d_input[i] = STORE_DX((e.input * of_input - everywhere) * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)); \
-        if (WANT_TARGET && want_gradient)                                                                            \
-            d_target[i] = STORE_DY(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
-    }
-
-/* One pass over a row: its sums, its gradients, or both. A span is tried with the formula in range and done again with
-   the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
-   fast, or safe. */
-INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                  Parameters parameters, GradOut grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
-{
-    const real of_input = INPUT_IS_LOGITS ? grad_out.loss * row.input_inv_temperature : grad_out.loss;
-    const real of_target = TARGET_IS_LOGITS ? grad_out.loss * row.target_inv_temperature : grad_out.loss;
-    const real everywhere = INPUT_IS_LOGITS ? grad_out.everywhere * row.input_inv_temperature : 0;
-    (void)of_input, (void)of_target, (void)everywhere, (void)softcaps;
-    for (int64_t start = 0; start < n; start += SPAN) {
-        const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real term = 0, d_log_p = 0, d_log_q = 0, q_minus_p = 0;
-        ubits highest_x = 0, highest_y = 0;
-        const int64_t next_end = end + SPAN < n ? end + SPAN : n;
-        for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(X))
-            PREFETCH(x + i);
-        for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
-            PREFETCH(y + i);
-#if HAS_FAST
-        if (fast) {
-            SWEEP_SPAN(fast_element)
-        } else
-#elif !HAS_LOGITS
-        SWEEP_SPAN(in_range_element)
-        if (highest_x >= RANGE_OFFSET(X_HIGH, X_LOW) || highest_y >= RANGE_OFFSET(Y_HIGH, Y_LOW))
-#endif
-        {
-            term = d_log_p = d_log_q = q_minus_p = 0;
-            SWEEP_SPAN(safe_element)
-        }
-        if (want_sum) {
-            sums->term += term;
-            sums->d_log_p += d_log_p;
-            sums->d_log_q += d_log_q;
-            sums->q_minus_p += q_minus_p;
-        }
-    }
-    (void)fast;
-}
-
-#define SWEEP(name, fast, want_sum, want_gradient, want_slopes) \
-    NOINLINE static void name(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps, \
-                              Parameters parameters, GradOut grad_out, Sums *sums) \
-    { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient, \
-            want_slopes); }
-
-#define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
-/* A gradient that needs no sum of its row is written while the row is summed. */
-#define ONE_SWEEP (FINISH_IS_LINEAR && !HAS_LOGITS && WANT_GRADIENT)
-#if ONE_SWEEP
-SWEEP(sum_and_gradient, 0, 1, 1, 0)
-#endif
-SWEEP(sum, 0, 1, 0, 0)
-#if WANT_GRADIENT
-SWEEP(gradient, 0, 0, 1, 0)
-#endif
-#if HAS_FAST
-SWEEP(fast_sum, 1, 1, 0, 0)
-#if WANT_GRADIENT
-SWEEP(fast_gradient, 1, 0, 1, 0)
-#endif
-#if KEEPS_SLOPES
-SWEEP(fast_sum_and_slopes, 1, 1, 0, 1)
-
-/* From the slopes that are in its place */
-NOINLINE static void gradient_of_slopes(const X *x, DX *d_input, int64_t n, Row row, Softcaps softcaps, GradOut grad_out)
-{
-    const real of_input = grad_out.loss * row.input_inv_temperature;
-    const real everywhere = grad_out.everywhere * row.input_inv_temperature;
-    (void)softcaps;
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) {
-        const real xi = COUNTED_X(LOAD_X(x[i]));
-        const real q = fast_logit_mass(xi, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-        const real d_x = (real)d_input[i] - q * row.input_grad_sum;
-        d_input[i] = STORE_DX((d_x * of_input - everywhere) * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1));
-    }
-}
-#endif
 #endif
 
 #if HAS_LOGITS
@@ -291,6 +179,21 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 }
 #endif
 
+#if HAS_NEAR
+/* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. */
+static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, Parameters parameters, const Arguments *a,
+                    Found *found)
+{
+    const int is_sure = found->input.sum_exp < LEAST_SUM_OF_NEAR || found->target.sum_exp < LEAST_SUM_OF_NEAR;
+    if (is_sure || a->verb != VERB_LOSS || a->input_temperature != a->target_temperature)
+        return 0;
+    found->sums = (Sums){ 0, 0, 0, 0 };
+    found->mode = STABLE;
+    near_sum(x, y, n, *row, softcaps, parameters, *(const Near *)a->near, &found->sums);
+    return fabs(found->sums.term) < MAX_SUM;
+}
+#endif
+
 #if HAS_FAST
 /* Both softmaxes and the sums of a row that is far, or near; false where it is not. `is_near`: whether the row is known to
    need no log-sum-exp of its tilted masses. */
@@ -329,6 +232,11 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     }
 #endif
 #else
+#if HAS_NEAR
+    const int64_t sampled = n < SPAN ? n : SPAN;
+    if (longest_ratio(x, y, sampled, row, softcaps) < (real)0.8 * NEAR_RADIUS && sum_near(x, y, n, row, softcaps, parameters, a, found))
+        return 1;
+#endif
     found->sums = (Sums){ 0, 0, 0, 0 };
 #if KEEPS_SLOPES
     found->has_slopes = a->verb == VERB_LOSS && (const void *)d_input != (const void *)x;
@@ -344,7 +252,13 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #endif
     found->mode = FAST;
     (void)is_near;
-    return is_well_conditioned(found->sums, MIN_NEAR_SUM);
+    if (is_well_conditioned(found->sums, MIN_NEAR_SUM))
+        return 1;
+#if HAS_NEAR && HAS_MOMENTS
+    return fabs(found->sums.term) < MIN_NEAR_SUM && sum_near(x, y, n, row, softcaps, parameters, a, found);
+#else
+    return 0;
+#endif
 }
 #endif
 
@@ -650,6 +564,11 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #if HAS_FAST
         if (found.mode == FAST)
             fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+        else
+#endif
+#if HAS_NEAR
+        if (found.mode == STABLE)
+            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, *(const Near *)a->near);
         else
 #endif
             gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);

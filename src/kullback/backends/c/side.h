@@ -27,11 +27,11 @@ INLINE Exponentials SIDE(exponentials)(const T *x, int64_t n, Softcaps softcaps,
         int32_t maxima = 0;
 #pragma omp simd reduction(+: sum, moment, maxima)
         for (int64_t i = start; i < end; i++) {
-            const real exponent = (COUNTED(LOAD(x[i])) - row_max) * inv_temperature, mass = mass_exp(exponent);
+            const real exponent = bounded_exponent((COUNTED(LOAD(x[i])) - row_max) * inv_temperature), mass = mass_exp(exponent);
             sum += exponent == 0 ? (real)0 : mass;
             maxima += exponent == 0;
             if (wants_moment)
-                moment += mass * (exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent);
+                moment += mass * exponent;
         }
         result.rest += sum;
         result.maxima += maxima;

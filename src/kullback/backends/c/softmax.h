@@ -14,8 +14,6 @@ typedef struct { real input, target; } Softcaps;
 typedef struct { double max, sum_exp; } Softmax;
 typedef struct { double input, target; } Temperatures;
 
-#define LEAST_EXPONENT (real)-1e30 /* of no mass, times which it is nothing */
-
 /* Σ exp(exponent), how many exponents are 0, Σ exp of the others, and Σ exponent·exp(exponent) */
 typedef struct { double sum, maxima, rest, moment; } Exponentials;
 

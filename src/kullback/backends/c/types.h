@@ -23,12 +23,10 @@ INLINE real load_bfloat16(bfloat16 x) { return (real)float_of((uint32_t)x << 16)
 
 INLINE real load_float16(float16 x)
 {
-    const uint32_t magnitude = x & 0x7fffu;
-    /* scaled by 2^112 the half's bits are the float's, subnormal ones too */
-    const uint32_t finite = word_of(float_of(magnitude << 13) * 0x1p112f);
-    const uint32_t special = (magnitude << 13) | 0x7f800000u;
-    const uint32_t sign = (uint32_t)(x & 0x8000u) << 16;
-    return (real)float_of((magnitude >= 0x7c00u ? special : finite) | sign);
+    /* scaled by 2^112 the half's bits are the float's, subnormal ones too; its sign was shifted in from above */
+    const uint32_t word = ((uint32_t)(int16_t)x << 13) & 0x8fffe000u, special = 0x0f800000u;
+    const uint32_t finite = word_of(float_of(word) * 0x1p112f);
+    return (real)float_of(finite | ((word & special) == special ? 0x7f800000u : 0));
 }
 
 INLINE float store_float(real x) { return (float)x; }

@@ -1,0 +1,15 @@
+/* Rows whose logits are finite, at one temperature: an element's log-ratio and √(p·q), as near rows have them. */
+
+/* NaN where a logit is none that is finite. Two-difference (Knuth): s + rest = y - x exactly */
+INLINE real near_ratio_of(real x, real y, const Row *row)
+{
+    const real scale = row->input_inv_temperature, s = y - x, t = s - y, rest = (y - (s - t)) - (x + t);
+    return real_fma(s, scale, -row->log_z_diff_high) + real_fma(rest, scale, -row->log_z_diff_low);
+}
+
+INLINE real near_root_of(real x, real y, const Row *row)
+{
+    const real logits = (y - row->target_max) + (x - row->input_max);
+    return mass_exp((real)0.5 * row->input_inv_temperature * logits
+                    - (real)0.5 * (row->target_log_sum_exp + row->input_log_sum_exp));
+}

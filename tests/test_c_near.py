@@ -1,0 +1,118 @@
+"""Near rows on a CPU: polynomials of log-ratios over √(p·q), and what serves where they do not reach."""
+
+import pytest
+import torch
+
+import kullback
+from kullback import backends
+from kullback.backends.near import FLOAT_RADIUS, FLOAT_TOLERANCE, over_root, term_over_root
+from kullback.divergences import DIVERGENCES
+from kullback.problem import Problem, Side, element_at, has_corner
+from kullback.state import Mode, RowState, packed, state_fields
+from kullback.work import Operands, Rows
+from tests import kinds, oracle
+from tests.samples import sample
+from tests.tolerances import FLOAT_GRADIENT, LOSS, relative_error
+
+pytestmark = pytest.mark.parametrize("backend", ["c"], indirect=True)
+
+SMOOTH = [kind for kind in DIVERGENCES if not has_corner(kind)]
+
+
+def modes_of(kind, x, y, temperatures=(1.0, 1.0)):
+    """Of rows, as a loss keeps them for a later backward."""
+    problem = Problem(kind, *(Side("logits", t) for t in temperatures), *kinds.values(kind))
+    loss = torch.empty(x.size(0))
+    found = packed(x.size(0), state_fields(problem), loss)
+    backends.run(Rows(problem, Operands(x, y), loss=loss, found=found))
+    return found[RowState._fields.index("mode")].tolist()
+
+
+def near_rows(generator, rows=6, vocab=1203, apart=0.12):
+    y = torch.randn(rows, vocab, generator=generator)
+    return y + apart * torch.randn(rows, vocab, generator=generator), y
+
+
+@pytest.mark.parametrize("share", [None, 0.05, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_polynomials_are_as_exact_as_floats(backend, kind, share):
+    defaults = list(DIVERGENCES[kind].defaults.values())
+    parameter = share if share is not None and defaults else (*defaults, 0.0)[0]
+    found = over_root(kind, parameter)
+    at = torch.linspace(-1, 1, 401, dtype=torch.float64)
+    ratio = FLOAT_RADIUS * at
+    for factors, (values_of, first) in (
+        (found.term, term_over_root(kind, parameter)),
+        (
+            found.difference,
+            (lambda r: element_at(kind, parameter, r).d_log_q - element_at(kind, parameter, r).d_log_p, 1),
+        ),
+    ):
+        powers = ratio.unsqueeze(-1) ** torch.arange(first, first + len(factors))
+        error = (powers @ torch.tensor(factors, dtype=torch.float64) - values_of(ratio)).abs()
+        assert (error <= 1.01 * FLOAT_TOLERANCE * (0.02 + at.square()) * values_of(ratio).abs() + 1e-15).all()
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("wants", [(True, False), (True, True)])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "chi2", "renyi", "hellinger", "mixed_kl"])
+def test_values_and_gradients(backend, generator, kind, wants, far):
+    """far: one span of a row has log-ratios beyond the polynomials, and one has a token that both sides mask."""
+    x, y = near_rows(generator)
+    if far:
+        x[:, 300], y[:, 300] = -3.0, -6.0
+        x[:, 700] = y[:, 700] = -torch.inf
+    assert modes_of(kind, x, y) == [Mode.STABLE] * 6
+    for softcap in (None, 20.0):
+        leaves = [t.double().requires_grad_() for t in (x, y)]
+        capped = leaves if softcap is None else [softcap * torch.tanh(t / softcap) for t in leaves]
+        losses = oracle.divergence(*capped, kind, temperature=0.9, **kinds.parameters(kind))
+        expected = torch.autograd.grad(losses.sum(), leaves)
+        ours = [t.clone().requires_grad_(wanted) for t, wanted in zip((x, y), wants, strict=True)]
+        options = {"temperature": 0.9, "softcap": softcap, "target_softcap": softcap, **kinds.parameters(kind)}
+        rows = kullback.divergence(*ours, kind, reduction="none", **options)
+        torch.testing.assert_close(rows.double(), losses.detach(), rtol=1e-6, atol=0)
+        total = kullback.divergence(*ours, kind, reduction="sum", **options)
+        assert relative_error(total, losses.sum()) < LOSS
+        for loss in (rows.sum(), total):  # of states, and in forward
+            found = torch.autograd.grad(loss, [t for t in ours if t.requires_grad])
+            for mine, truth in zip(found, expected, strict=False):
+                assert relative_error(mine, truth.nan_to_num()) < FLOAT_GRADIENT
+
+
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon"])
+@pytest.mark.parametrize("apart", [1e-1, 1e-2, 1e-3, 1e-4])
+def test_the_nearer_the_row_no_less_exact(backend, generator, kind, apart):
+    x, y = near_rows(generator, apart=apart)
+    truth = oracle.divergence(x, y, kind, **kinds.parameters(kind))
+    for offset in (0.0, 1000.0):
+        moved = (x + offset).requires_grad_()
+        leaf = moved.detach().double().requires_grad_()
+        expected = oracle.divergence(leaf, y, kind, **kinds.parameters(kind))
+        found = kullback.divergence(moved, y, kind, reduction="none", **kinds.parameters(kind))
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-6, atol=0)
+        assert (found >= 0).all()
+        (mine,) = torch.autograd.grad(found.sum(), moved)
+        assert relative_error(mine, torch.autograd.grad(expected.sum(), leaf)[0]) < FLOAT_GRADIENT
+    assert (truth > 0).all()
+
+
+def test_which_rows(backend, generator):
+    """Not those of two temperatures, those that a sure token has, and those that are far."""
+    x, y = near_rows(generator)
+    assert modes_of("kl", x, 2 * y, (1.0, 2.0)) == [Mode.SAFE] * 6
+    x[0, 5] = y[0, 5] = 30.0
+    x[1] = torch.randn(x.size(1), generator=generator)
+    modes = modes_of("kl", x, y)
+    assert modes[0] == Mode.SAFE
+    assert modes[1] == Mode.FAST
+    assert modes[2:] == [Mode.STABLE] * 4
+
+
+def test_equal_rows_lose_nothing(backend, generator):
+    x = sample("logits", (3, 700), generator, torch.float32)
+    for kind in SMOOTH:
+        leaf = x.clone().requires_grad_()
+        loss = kullback.divergence(leaf, x, kind, **kinds.parameters(kind))
+        assert loss == 0
+        assert torch.autograd.grad(loss, leaf)[0].count_nonzero() == 0
