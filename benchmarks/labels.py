@@ -22,7 +22,7 @@ from kullback.cli import bench, reference
 from kullback.cli import rows as model_rows
 from kullback.divergences import DIVERGENCES
 
-WEIGHTS = {"label_weight": 0.3, "z_weight": 1e-4}
+WEIGHTS, SMOOTHING = {"label_weight": 0.3, "z_weight": 1e-4}, 0.1
 GPU, CPU = (8192, 128256, torch.bfloat16), (256, 32000, torch.float32)
 LINEAR_GPU, LINEAR_CPU = (8192, 4096, 128256, torch.bfloat16), (256, 128, 8192, torch.float32)
 STUDENTS = ("bits5", "noise5", "noise1")
@@ -107,9 +107,13 @@ def dense(device):
         with_labels = lambda leaf=leaf, y=y, labels=labels, kind=kind: kullback.divergence(
             leaf, y, kind, labels=labels, **WEIGHTS
         )
+        smoothed = lambda leaf=leaf, y=y, labels=labels, kind=kind: kullback.divergence(
+            leaf, y, kind, labels=labels, label_smoothing=SMOOTHING, **WEIGHTS
+        )
         calls = {
             "divergence": differentiated(lambda leaf=leaf, y=y: kullback.divergence(leaf, y, kind), leaf),
             "with labels and z": differentiated(with_labels, leaf),
+            "smoothed": differentiated(smoothed, leaf),
             "and statistics": differentiated(collected(with_labels), leaf),
             "then F.cross_entropy": differentiated(
                 lambda leaf=leaf, y=y, labels=labels: (
@@ -137,12 +141,14 @@ def alone(device):
     x, _ = model_rows.made("bits5", rows, vocab, dtype, device)
     labels = torch.randint(0, vocab, (rows,), device=device)
     leaf = x.requires_grad_()
-    calls = {"kullback": differentiated(lambda: kullback.divergence(leaf, None, labels=labels), leaf)}
+    alone = lambda **options: differentiated(lambda: kullback.divergence(leaf, None, labels=labels, **options), leaf)
+    calls = {"kullback": alone()}
     for name, loss in rivals_of_cross_entropy():
         calls[name] = differentiated(lambda loss=loss: loss(leaf, labels), leaf)
     truth = truth_of(x.detach(), None, labels, {"label_weight": 1.0, "z_weight": 0.0})
+    smoothed = {"kullback, smoothed": alone(label_smoothing=SMOOTHING)}
     errors = {name: abs(call().item() - truth) / truth for name, call in calls.items()}
-    found = times(calls, device, 20 if device == "cuda" else 7)
+    found = times(calls | smoothed, device, 20 if device == "cuda" else 7)
     out = torch.empty_like(x)
     found["half a copy"] = times({"copy": lambda: out.copy_(x)}, device, 20)["copy"] / 2
     yield {"rows": rows, "vocab": vocab, "error": errors}, found
