@@ -86,6 +86,8 @@ def labels():
             check(kullback.divergence(a, y, kind, labels=token, row_weight=weight, **weights), a)
             check(kullback.divergence(a, b, kind, labels=token, reduction="none", **weights), a, b)
             check(kullback.divergence(a * 1, y, kind, labels=token, inplace=True, **weights), a)
+        check(kullback.divergence(a, y, kind, labels=token, label_smoothing=0.1, **weights), a)
+        check(kullback.divergence(a, b, kind, labels=token, label_smoothing=0.1, reduction="none", **weights), a, b)
 
 
 def alone():
@@ -95,8 +97,9 @@ def alone():
         a = rows(vocab, DTYPES[:2], padding)[0].requires_grad_()
         token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
         token[2] = -100
-        for reduction in ("mean", "none"):
-            check(kullback.divergence(a, None, labels=token, row_weight=weight, z_weight=1e-3, reduction=reduction), a)
+        for reduction, smoothing in itertools.product(("mean", "none"), (0.0, 0.1)):
+            options = {"z_weight": 1e-3, "label_smoothing": smoothing, "reduction": reduction}
+            check(kullback.divergence(a, None, labels=token, row_weight=weight, **options), a)
 
 
 def short():
