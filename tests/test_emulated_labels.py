@@ -86,7 +86,9 @@ def test_masked_labels_lose_infinitely(backend, monkeypatch, generator, kernel_r
     losses = kullback.divergence(x, None, labels=torch.tensor([13, 14]), reduction="none")
     assert losses[0] == inf
     assert losses[1].isfinite()
-    assert len(kernel_runs) == 1
+    losses = kullback.divergence(x, None, labels=torch.tensor([13, 14]), label_smoothing=0.1, reduction="none")
+    assert losses.tolist() == [inf, pytest.approx(losses[1].item())]
+    assert len(kernel_runs) == 2
 
 
 def test_smoothed_labels_far_from_zero_and_masked(backend, monkeypatch, generator, kernel_runs):

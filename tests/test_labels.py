@@ -357,6 +357,12 @@ def test_a_masked_label_costs_infinitely_much(backend, device):
         x.to(device), y.to(device), labels=torch.tensor([7, 7], device=device), reduction="none"
     )
     assert losses.isinf().tolist() == [True, False]
+    for target in (y.to(device), None):
+        smoothed = kullback.divergence(
+            x.to(device), target, labels=torch.tensor([7, 7], device=device), label_smoothing=0.1, reduction="none"
+        )
+        assert smoothed[0] == math.inf
+        assert smoothed[1].isfinite()
     alone = kullback.divergence(
         x.to(device), None, labels=torch.tensor([7, 7], device=device), label_weight=0.0, z_weight=0.1
     )

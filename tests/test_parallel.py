@@ -565,7 +565,11 @@ def check_agreement(ranks: Ranks):
         kullback.linear_divergence(x, x, x, x, group=ranks.group, sequence_dim=1)
     with pytest.raises(ValueError, match="sequence_dim needs a teacher of hidden states or of entries"):
         kullback.linear_divergence(x, x, x[:, :4], group=ranks.group, sequence_dim=0)
-    smoothed = {"labels": torch.zeros(4, dtype=torch.int64), "label_smoothing": 0.1, "group": ranks.group}
+    smoothed = {
+        "labels": torch.zeros(4, dtype=torch.int64, device=ranks.device),
+        "label_smoothing": 0.1,
+        "group": ranks.group,
+    }
     for loss, operands in (
         (kullback.divergence, (x, x)),
         (kullback.divergence, (x, None)),

@@ -275,7 +275,7 @@ INLINE void consume_rows(const Arguments &a, const Memory &memory, unsigned rank
             double lost = token < 0 ? 0 : (double)of_label * ((whole.from - whole.own) * inverse + whole.log_sum_exp);
             if (HAS_SMOOTHING && token >= 0) {
                 const real below = (whole.from - origin) - whole.above_origin / (real)slice.vocab;
-                lost += (double)smoothing * ((double)of_label * (below * inverse + whole.log_sum_exp) - lost);
+                lost = (double)(1 - smoothing) * lost + (double)(smoothing * of_label) * (below * inverse + whole.log_sum_exp);
             }
             if (of_z != 0)
                 lost += (double)of_z * lse * lse;

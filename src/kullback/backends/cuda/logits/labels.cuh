@@ -102,7 +102,7 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
     const float of_label = below + (log_sum_exp + error);
 #if HAS_SMOOTHING /* exponents are of 2, less what the maximum's is rounded by; or of e */
     const float mean = stats.exponent_sum / (float)a.vocab * (stats.in_range ? LN2 : 1);
-    return of_z + a.label_weight * fmaf(a.label_smoothing, (log_sum_exp - mean) - of_label, of_label);
+    return of_z + a.label_weight * fmaf(a.label_smoothing, log_sum_exp - mean, (1 - a.label_smoothing) * of_label);
 #else
     return of_z + a.label_weight * of_label;
 #endif
