@@ -175,7 +175,7 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
             return value.detach()
 
         for task, call in (("forward", lambda loss=loss: loss(x, y)), ("forward + gradient", step)):
-            error = abs(float(call()) - truth) / max(truth, bench.LEAST)
+            error = abs(float(call()) - truth) / max(truth, bench.LEAST[dtype])
             calls[name, task] = call, error, []
     for _, (call, _, times) in itertools.product(range(rounds), calls.values()):
         begin = time.perf_counter()
