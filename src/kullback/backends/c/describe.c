@@ -141,7 +141,7 @@ NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Sof
         real longest = is_far ? longest_of(x + start, y + start, end - start, &row, softcaps) : 0;
         if (longest < NEAR_RADIUS)
             longest = one_temperature ? add_near(&sums, x + start, y + start, end - start, row, softcaps, 1)
-                               : add_near(&sums, x + start, y + start, end - start, row, softcaps, 0);
+                                      : add_near(&sums, x + start, y + start, end - start, row, softcaps, 0);
         is_far = !(longest < NEAR_RADIUS);
         if (!is_far)
             continue;
