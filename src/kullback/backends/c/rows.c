@@ -55,7 +55,9 @@ typedef struct {
 /* Where terms are masses times small logarithms, rows between are near: their gradients are good, and of their sums the
    terms of tokens that have more than 2^-10 of a mass are found again. */
 #define MIN_NEAR_SUM (SLOPES_ARE_LOGS ? 2e-4 : MIN_FAST_SUM)
-#define LEAST_SUM_OF_NEAR 1.01 /* Σ exp against the maximum */
+#define LEAST_SUM_OF_NEAR 1.001 /* Σ exp against the maximum */
+/* What is left of moments is off by a few roundings of 1: where polynomials serve, less than this is summed again. */
+#define LEAST_SUM_OF_MOMENTS 0.2
 #define HEAVY_LOG_MASS -6.9314718f
 enum { HEAVY_SPAN = 64 };
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
@@ -252,13 +254,14 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #endif
     found->mode = FAST;
     (void)is_near;
-    if (is_well_conditioned(found->sums, MIN_NEAR_SUM))
-        return 1;
 #if HAS_NEAR && HAS_MOMENTS
-    return fabs(found->sums.term) < MIN_NEAR_SUM && sum_near(x, y, n, row, softcaps, parameters, a, found);
-#else
-    return 0;
+    const Sums moments = found->sums;
+    if (fabs(moments.term) < LEAST_SUM_OF_MOMENTS && sum_near(x, y, n, row, softcaps, parameters, a, found))
+        return 1;
+    found->sums = moments;
+    found->mode = FAST;
 #endif
+    return is_well_conditioned(found->sums, MIN_NEAR_SUM);
 }
 #endif
 
