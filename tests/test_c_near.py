@@ -109,6 +109,21 @@ def test_which_rows(backend, generator):
     assert modes[2:] == [Mode.STABLE] * 4
 
 
+@pytest.mark.parametrize("kind", ["jensen_shannon", "hellinger", "total_variation"])
+@pytest.mark.parametrize("apart", [0.1, 1.0])
+def test_symmetric_kinds_under_a_softcap(backend, generator, kind, apart):
+    pair, found = near_rows(generator, apart=apart), []
+    for rows in (pair, pair[::-1]):
+        leaves = [t.clone().requires_grad_() for t in rows]
+        options = {"softcap": 30.0, "target_softcap": 30.0, **({"beta": 0.5} if kind == "jensen_shannon" else {})}
+        loss = kullback.divergence(*leaves, kind, **options)
+        found.append((loss, *torch.autograd.grad(loss, leaves)))
+    (loss, of_x, of_y), (again, of_y_again, of_x_again) = found
+    assert loss == again
+    assert torch.equal(of_x, of_x_again)
+    assert torch.equal(of_y, of_y_again)
+
+
 def test_equal_rows_lose_nothing(backend, generator):
     x = sample("logits", (3, 700), generator, torch.float32)
     for kind in SMOOTH:

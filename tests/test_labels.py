@@ -572,6 +572,42 @@ def test_smoothed_labels_beside_a_teacher_known_at_some_tokens(is_linear, backen
     assert mine[2].count_nonzero() == 0
 
 
+@SMOOTHED
+def test_logits_far_from_zero_beside_a_teacher_known_at_some_tokens(backend, device, generator, smoothing):
+    x = torch.randn(5, 300, generator=generator) * 2 + 1e4
+    log_p, ids = torch.randn(5, 300, generator=generator).log_softmax(-1).topk(3)
+    labels = x.argmax(-1)
+    options = {
+        "labels": labels.to(device),
+        "divergence_weight": 1e-9,
+        "label_smoothing": smoothing,
+        "reduction": "none",
+    }
+    truth = F.cross_entropy(x.double(), labels, label_smoothing=smoothing, reduction="none")
+    losses = kullback.topk_divergence(x.to(device), log_p.to(device), ids.to(device), **options)
+    assert relative_error(losses, truth) < 3e-6
+
+
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+@SMOOTHED
+def test_a_row_of_several_warps_keeps_its_label(backend, generator, smoothing):
+    """Until all have read it: rows 1 and 4 are one block's, and gradients of the one take longer."""
+    y = 1.5 * torch.randn(6, 1300, generator=generator)
+    x = y + 0.2 * torch.randn(6, 1300, generator=generator)
+    x[4] = y[4] + 0.02 * torch.randn(1300, generator=generator)
+    x[4, 650], y[4, 650] = 12, 11.5
+    labels = torch.tensor([0, 1299, 3, 4, 650, 6])
+    leaf = x.double().requires_grad_()
+    capped = [20 * torch.tanh(t / 20) for t in (leaf, y.double())]
+    losses = oracle.divergence(*capped, "kl", temperature=1.5)
+    truth = oracle.labelled(losses, capped[0], labels, smoothing=smoothing, temperature=1.5).sum()
+    ours = x.clone().requires_grad_()
+    options = {"temperature": 1.5, "softcap": 20.0, "target_softcap": 20.0, "label_smoothing": smoothing}
+    loss = kullback.divergence(ours, y, labels=labels, reduction="sum", **options)
+    (mine,), (expected,) = torch.autograd.grad(loss, ours), torch.autograd.grad(truth, leaf)
+    assert relative_error(mine, expected) < 1e-5
+
+
 def test_modules_take_labels(generator):
     x, y = (sample("logits", (4, 30), generator, torch.float32) for _ in range(2))
     labels = torch.tensor([0, 29, -100, 5])

@@ -24,11 +24,17 @@ def counts(labels: Tensor | None, like: Tensor) -> Tensor:
 
 
 def losses(
-    problem: Problem, divergence: Tensor, lse: Tensor, labels: Tensor | None, logit: Tensor, mean: Tensor | float
+    problem: Problem,
+    divergence: Tensor,
+    lse: Tensor,
+    labels: Tensor | None,
+    logit: Tensor,
+    mean: Tensor | float,
+    offset: Tensor | float = 0.0,
 ) -> Tensor:
-    """Of rows: of the logit of each one's label, and of the mean of its logits."""
+    """Of rows: of the logit of each one's label, and of the mean of its logits. These and lse may lack an offset."""
     weights = problem.weights
-    more = weights.z * lse.square() if weights.z else torch.zeros_like(lse)
+    more = weights.z * (lse + offset).square() if weights.z else torch.zeros_like(lse)
     if weights.label:
         smooth = weights.smoothing
         expected = logit if not smooth else (1 - smooth) * logit + smooth * mean

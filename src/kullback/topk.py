@@ -24,7 +24,7 @@ from kullback.backends.pytorch import topk as in_torch
 from kullback.backends.pytorch.piece import capped, softcap_grad
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
+from kullback.problem import UNSIGNED, Problem, Side, accumulator, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
@@ -183,17 +183,24 @@ def _spread_of_labels(work: Rows) -> Tensor:
     return torch.where(less == 0, 0.0, less * slope)
 
 
-def mean_logit(problem: Problem, input: Tensor, labels: Tensor | None, row_weight: Tensor | None) -> Tensor | float:
-    """The mean of a row's logits, as they count, differentiable. Rows whose label is not smoothed are not read."""
+def mean_logit(
+    problem: Problem, input: Tensor, ids: Tensor, labels: Tensor | None, row_weight: Tensor | None
+) -> Tensor | float:
+    """The mean of a row's logits as they count, less what those that are gathered are less; differentiable.
+
+    Rows whose label is not smoothed are not read.
+    """
     if not (problem.weights.smoothing and problem.weights.label) or labels is None:
         return 0.0
     counts = labels >= 0 if row_weight is None else (labels >= 0) & (row_weight != 0)
     values, dtype = problem.narrow(input), kept_dtype(input.dtype)
     if problem.input.softcap:  # whose derivative may be NaN, and 0 times that is
         values = capped(torch.where(counts.unsqueeze(-1), values.to(dtype), 0.0), problem.input.softcap)
-    # a sum's gradient takes no memory, which a mean's does
-    mean = values.sum(-1, dtype=dtype) / (values.size(-1) * problem.input.temperature)
-    return torch.where(counts, mean, 0.0)
+    wide = accumulator(values)
+    mean = values.sum(-1, dtype=wide) / values.size(-1)  # a sum's gradient takes no memory, which a mean's does
+    if not problem.input.softcap:
+        mean = mean - in_torch.reference(values.detach(), ids).squeeze(-1).to(wide)
+    return torch.where(counts, mean.to(dtype) / problem.input.temperature, 0.0)
 
 
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -211,9 +218,9 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     lse = log_sum(gathered)
     total_lse = lse.squeeze(-1) + offset
     if losses is not None:
-        logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1) + offset
-        mean = mean_logit(problem, x, labels, work.row_weight)
-        more = auxiliary.losses(problem, torch.zeros_like(losses), total_lse, labels, logit, mean)
+        logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1)
+        mean = mean_logit(problem, x, wide, labels, work.row_weight)
+        more = auxiliary.losses(problem, torch.zeros_like(losses), lse.squeeze(-1), labels, logit, mean, offset)
         losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)
@@ -470,8 +477,8 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     lse = log_sum(gathered).squeeze(-1)
     logit = torch.where(is_label(wide, labels), gathered[..., :-1], 0.0).sum(-1)
     offset = offset_of(problem, input, wide)
-    mean = mean_logit(problem, input, labels, row_weight)
-    more = auxiliary.losses(problem, torch.zeros_like(lse), lse + offset, labels, logit + offset, mean)
+    mean = mean_logit(problem, input, wide, labels, row_weight)
+    more = auxiliary.losses(problem, torch.zeros_like(lse), lse, labels, logit, mean, offset)
     return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
 
 
@@ -499,7 +506,7 @@ def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
 
 def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
     """What gathered logits as they count are less than those of the row, where that is asked for."""
-    if not (problem.weights.z or problem.weights.smoothing) or problem.input.softcap or problem.shard.group:
+    if not problem.weights.z or problem.input.softcap or problem.shard.group:
         return 0.0
     values = problem.narrow(input.detach())
     largest = in_torch.reference(values, ids).squeeze(-1)

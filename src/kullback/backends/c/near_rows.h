@@ -1,5 +1,5 @@
 /* Rows that are near: over √(p·q) an element's term and d_log_q - d_log_p are polynomials of its log-ratio r (near.py), which lose
-   nothing however small they are. Spans that have a longer log-ratio are safe. Pasted above the sweeps' callers, with the macros
+   nothing however small they are. Spans that have a longer log-ratio take the safe formula. Pasted above the sweeps' callers, with the macros
 
    NEAR_TERMS, NEAR_TERM_STEP               how many powers of a term, from r² on, and from one that is wanted to the next
    NEAR_DIFFERENCES, NEAR_DIFFERENCE_STEP   of d_log_q - d_log_p, from r on
@@ -82,7 +82,7 @@ NOINLINE static void near_gradient(const X *x, const Y *y, DX *d_input, DY *d_ta
     const real everywhere = grad_out.everywhere * row.input_inv_temperature;
     const real of_input = grad_out.loss * row.input_inv_temperature, of_target = grad_out.loss * row.target_inv_temperature;
     const NearGradients factors = near_gradients(near, row, of_input, of_target);
-    Sums none;
+    Sums none = { 0 };
     (void)everywhere;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;

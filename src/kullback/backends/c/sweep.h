@@ -33,7 +33,7 @@ typedef struct { real loss, everywhere; } GradOut;
         if (WANT_INPUT && want_gradient)                                                                             \
             d_input[i] = STORE_DX((e.input * of_input - everywhere) * (INPUT_IS_CAPPED ? softcap_grad(xi, softcaps.input) : 1)); \
         if (WANT_TARGET && want_gradient)                                                                            \
-            d_target[i] = STORE_DY(e.target * (of_target * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1))); \
+            d_target[i] = STORE_DY((e.target * of_target) * (TARGET_IS_CAPPED ? softcap_grad(yi, softcaps.target) : 1)); \
     }
 
 /* One pass over a row: its sums, its gradients, or both. A span is tried with the formula in range and done again with

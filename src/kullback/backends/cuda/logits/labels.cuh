@@ -73,6 +73,7 @@ INLINE void read_label(const Slice &slice, const Pipeline &pipeline, RowGroup &g
 #if RESIDENT
     wait_tile(pipeline); /* the producer has read it */
 #else
+    group_sync(group); /* others may still read the label of the row before */
     if (group.thread == 0)
         own_label().label = loaded_label(slice.a, slice.row, token_of(slice.a, slice.row));
     group_sync(group);
