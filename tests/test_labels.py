@@ -608,6 +608,23 @@ def test_a_row_of_several_warps_keeps_its_label(backend, generator, smoothing):
     assert relative_error(mine, expected) < 1e-5
 
 
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_second_derivatives_of_rows_that_do_not_count(garbage, device, generator):
+    x = torch.randn(4, 30, generator=generator)
+    log_p, ids = (t.to(device) for t in torch.randn(4, 30, generator=generator).log_softmax(-1).topk(3))
+    x[2] = garbage
+    weight, labels = torch.tensor([1.0, 1.0, 0.0, 2.0], device=device), torch.tensor([1, 2, 3, 4], device=device)
+    for loss in (
+        lambda x: kullback.topk_divergence(x, log_p, ids, row_weight=weight, reduction="sum"),
+        lambda x: kullback.divergence(x, None, labels=labels, row_weight=weight, reduction="sum"),
+    ):
+        leaf = x.to(device).requires_grad_()
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), leaf)
+        assert second[2].count_nonzero() == 0
+        assert second.isfinite().all()
+
+
 def test_modules_take_labels(generator):
     x, y = (sample("logits", (4, 30), generator, torch.float32) for _ in range(2))
     labels = torch.tensor([0, 29, -100, 5])

@@ -410,8 +410,10 @@ class ScatterRows(torch.autograd.Function):
         if problem.shard.group:
             raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
         rows, upstream, has_tail = problem.narrow(input), problem.narrow(grad_out), gathered.size(-1) > ids.size(-1)
-        # Rows that hold NaN and did not count have no gradient of any order.
-        is_unread = gathered.isnan().any(-1, keepdim=True) & (d_gathered == 0).all(-1, keepdim=True)
+        # Rows that hold no numbers and did not count have no gradient of any order.
+        are_none = gathered.isnan() | (gathered == math.inf)
+        is_garbage = are_none.any(-1, keepdim=True) | (gathered == -math.inf).all(-1, keepdim=True)
+        is_unread = is_garbage & (d_gathered == 0).all(-1, keepdim=True)
         rows = torch.where(is_unread, 0.0, rows)
         d_rows, d_d_gathered = in_torch.scattered_again(problem, rows, ids, has_tail, d_gathered, upstream)
         d_input = torch.nn.functional.pad(d_rows, (0, input.size(-1) - d_rows.size(-1)))
