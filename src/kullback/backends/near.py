@@ -86,8 +86,8 @@ FLOAT_TERMS, FLOAT_DIFFERENCES = (8, 13, 15), (11, 15, 17)
 class OverRoot(NamedTuple):
     """Polynomials of r over √(p·q), as exact as float32: a term from r² on, and d_log_q - d_log_p from r on.
 
-    Their sum is the term, since terms are homogeneous. Of a symmetric kind the one is even and the other odd, so that
-    exchanging p and q changes nothing, to the bit.
+    d_log_q + d_log_p is the term, since terms are homogeneous. Of a symmetric kind the term is even and the difference
+    odd, so that exchanging p and q changes no bit of what they give.
     """
 
     term: tuple[float, ...]

@@ -25,7 +25,7 @@ from kullback.work import VERBS, Describe, Entries, Gather, Rows, Scatter, Work
 FLAT_VOCAB = 1 << 14
 
 
-class NearShape(NamedTuple):
+class PolynomialShape(NamedTuple):
     """Of near rows' two polynomials how many powers, and from one that is wanted to the next."""
 
     terms: int
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
     loss: torch.dtype
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
-    near: NearShape | None = None
+    near: PolynomialShape | None = None
 
 
 SWEEP, NEAR, NEAR_ROWS, ROWS = (
@@ -135,7 +135,7 @@ def source(variant: Variant) -> str:
     )
 
 
-def _near_rows(shape: NearShape) -> str:
+def _near_rows(shape: PolynomialShape) -> str:
     macros: dict[str, int | str] = {
         "NEAR_TERMS": shape.terms,
         "NEAR_TERM_STEP": shape.term_step,
@@ -147,13 +147,13 @@ def _near_rows(shape: NearShape) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _near_of(kind: str, parameter: float) -> tuple[NearShape, Tensor] | None:
+def _near_of(kind: str, parameter: float) -> tuple[PolynomialShape, Tensor] | None:
     """And the factors, of terms first."""
     found = over_root(kind, parameter)
     if found is None:
         return None
     factors = torch.tensor(found.term + found.difference, dtype=torch.float32, device="cpu")
-    return NearShape(len(found.term), len(found.difference), *found.steps), factors
+    return PolynomialShape(len(found.term), len(found.difference), *found.steps), factors
 
 
 @functools.cache

@@ -252,15 +252,14 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     if (!is_well_conditioned(found->sums, MIN_FAST_SUM) && is_well_conditioned(found->sums, MIN_NEAR_SUM))
         found->sums.term += heavy_rounding(x, y, n, *row, softcaps, parameters);
 #endif
-    found->mode = FAST;
-    (void)is_near;
 #if HAS_NEAR && HAS_MOMENTS
     const Sums moments = found->sums;
     if (fabs(moments.term) < LEAST_SUM_OF_MOMENTS && sum_near(x, y, n, row, softcaps, parameters, a, found))
         return 1;
     found->sums = moments;
-    found->mode = FAST;
 #endif
+    found->mode = FAST;
+    (void)is_near;
     return is_well_conditioned(found->sums, MIN_NEAR_SUM);
 }
 #endif
