@@ -3,8 +3,9 @@
     python benchmarks/run.py --out benchmarks/results/h200 [--only host]
     python benchmarks/run.py --out benchmarks/results/h200 --only logits --backend torch --tag _torch
     python benchmarks/run.py --out benchmarks/results/h200 --only real [--kinds kl] [--students bits5] [--rivals]
+    python benchmarks/run.py --out benchmarks/results/h200 --only real --dtype float32 --tag _float32
 
-The last runs on rows of a language model, which `make real` writes, and needs safetensors.
+The last two run on rows of a language model, which `make real` writes, and needs safetensors.
 
 On a CPU the allocator decides much of the time: run it as it is, and once more with memory retained
 (MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=68719476736 in the environment).
@@ -190,7 +191,8 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
 def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
     """Each student and kind on rows of the file, then on made ones; the report so far, as it grows."""
     rows, dtype = cases.REAL_GPU if device == "cuda" else cases.REAL_CPU
-    made = cases.MADE_GPU if device == "cuda" else cases.MADE_CPU
+    made = cases.MADE_GPU if device == "cuda" and not arguments.dtype else cases.MADE_CPU
+    dtype = arguments.dtype or dtype
     vocab = model_rows.vocabulary(arguments.rows)
     students = arguments.students or model_rows.students(arguments.rows)
     listed = [(arguments.rows, name, rows, vocab, dtype, name in arguments.rivals) for name in students]
@@ -226,6 +228,7 @@ def main() -> None:
         "--rivals", nargs="*", default=cases.REAL_RIVALS, help="with --only real: on which students' rows"
     )
     parser.add_argument("--rows", default="real", help="with --only real: another file")
+    parser.add_argument("--dtype", choices=bench.DTYPES, help="with --only real: of the file's rows, and these alone")
     parser.add_argument("--backend", choices=["cuda", "c", "torch"], help="force one")
     parser.add_argument("--tag", default="", help="appended to the file names")
     arguments = parser.parse_args()

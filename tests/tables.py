@@ -118,6 +118,21 @@ def real_rows(name):
     return "\n".join(lines)
 
 
+def rivals_in_float32():
+    """Milliseconds on an H200: the loss, and with a student's gradient; of ours each row's, and then its gradient."""
+    names = ["kullback", "fast-llm", "torch.compile", "liger", "eager"]
+    lines = ["| rows | kind | kullback, each row | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
+    for result in load("h200/real_float32")["results"]:
+        case = result["case"]
+        found = {(e["name"], e["task"]): e["seconds"] * 1e3 for e in result["results"] if "seconds" in e}
+        cells = [f"{found['kullback', TASKS[3]]:.2f}"]
+        for name in names:
+            told = (found.get((name, task)) for task in TASKS[:2])
+            cells.append(" / ".join(f"{time:.2f}" for time in told if time is not None))
+        lines.append(f"| {case['student']} | {case['kind']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def rivals_on_real_rows():
     """Milliseconds on an H200, each with a student's gradient."""
     report = load("h200/real_rivals")
@@ -512,18 +527,21 @@ def between(begin, end, table):
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
 
 
-def worst_rows():
+def worst_rows(*names):
     """The largest relative error of a single row's loss, over students; of identical rows it is the textbook's own."""
     worst = {}
-    for name in ("real", "real_others"):
+    for name in names:
         for result in load(f"h200/{name}")["results"]:
             case = result["case"]
             if case["student"] == "identical":
                 continue
             of = worst.setdefault(case["kind"], {"real": 0.0, "made": 0.0})
             of[case["source"]] = max(of[case["source"]], result["worst_row_error"])
-    lines = ["| kind | real rows | made rows |", "|---|---|---|"]
-    lines += [f"| {kind} | {of['real']:.0e} | {of['made']:.0e} |" for kind, of in worst.items()]
+    sources = [source for source in ("real", "made") if any(of[source] for of in worst.values())]
+    lines = ["| kind | " + " | ".join(f"{source} rows" for source in sources) + " |", "|---|" + "---|" * len(sources)]
+    lines += [
+        f"| {kind} | " + " | ".join(f"{of[source]:.0e}" for source in sources) + " |" for kind, of in worst.items()
+    ]
     return "\n".join(lines)
 
 
@@ -560,6 +578,7 @@ PERFORMANCE = (
     section("real rows", functools.partial(real_rows, "real")),
     section("real rows, other kinds", functools.partial(real_rows, "real_others")),
     section("rivals", rivals_on_real_rows),
+    section("rivals, float32", rivals_in_float32),
     section("real rows, CPU", real_rows_on_a_cpu),
     section("linear", functools.partial(linear, "h200")),
     section("linear, CPU", functools.partial(linear, "cpu")),
@@ -569,7 +588,13 @@ PERFORMANCE = (
 
 
 ROOMS = (section("rooms", rooms), section("levels", levels))
-NUMERICS = (section("near", near), section("near, H200", near_on_a_gpu), section("worst rows", worst_rows), REGIMES)
+NUMERICS = (
+    section("near", near),
+    section("near, H200", near_on_a_gpu),
+    section("worst rows", functools.partial(worst_rows, "real", "real_others")),
+    section("worst rows, float32", functools.partial(worst_rows, "real_float32")),
+    REGIMES,
+)
 
 
 def each(sections, text):

@@ -124,6 +124,7 @@ def test_its_cuda_kernels_compile(triangular, arch):
             "loss",
             False,
             True,
+            False,
             wants,
             (False, False),
         )

@@ -40,10 +40,13 @@
 #define WANT_TARGET 1
 #endif
 
-/* Whether what is read has 16 bits; and whether that has, or all that is written: exponents may then be rounded by more */
+#ifndef KEEPS_NUMBERS
+#define KEEPS_NUMBERS 0 /* whether a row's state, statistics or sums are wanted, by which gradients are found later */
+#endif
+
+/* Whether what is read has 16 bits; and whether that has, or all gradients, now or later: exponents may then be rounded by more */
 #define IS_16_BIT (sizeof(X) == 2 && sizeof(Y) == 2)
-#define HAS_SHORT_GRADIENTS \
-    ((WANT_INPUT || WANT_TARGET) && (!WANT_INPUT || sizeof(DX) == 2) && (!WANT_TARGET || sizeof(DY) == 2))
+#define HAS_SHORT_GRADIENTS (!KEEPS_NUMBERS && (!WANT_INPUT || sizeof(DX) == 2) && (!WANT_TARGET || sizeof(DY) == 2))
 #define IS_COARSE (IS_16_BIT || HAS_SHORT_GRADIENTS)
 
 #ifndef FLAT

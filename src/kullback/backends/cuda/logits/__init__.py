@@ -53,6 +53,7 @@ class Variant(NamedTuple):
     verb: Verb
     known: bool  # whether the rows' states are
     has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
+    keeps_numbers: bool  # whether the latter are
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
     auxiliary: bool = False  # whether a row's loss is more than its divergence
@@ -99,6 +100,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "VERB": f"VERB_{variant.verb.upper()}",
         "KNOWN": variant.known,
         "WANT_SUM": variant.has_outputs,
+        "KEEPS_NUMBERS": variant.keeps_numbers,
         "WANT_INPUT": variant.wants[0],
         "WANT_TARGET": variant.wants[1],
         **shape.macros,
@@ -151,6 +153,7 @@ def run(work: Rows) -> None:
         verb,
         is_streamed,
         output is not None or found is not None,
+        found is not None,
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
@@ -202,6 +205,7 @@ def _prepared(
     verb: Verb,
     is_streamed: bool,
     has_outputs: bool,
+    keeps_numbers: bool,
     wants: tuple[bool, bool],
     has_figures: bool,
     has_peers: bool,
@@ -217,7 +221,8 @@ def _prepared(
     has_auxiliary = problem.has_auxiliary and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
-    wide, narrow = (near_of(problem, parameter, verb, dtypes, wants, reach) for reach in (WIDE, NARROW))
+    is_coarse = has_16_bits(dtypes, wants, keeps_numbers)
+    wide, narrow = (near_of(problem, parameter, verb, is_coarse, reach) for reach in (WIDE, NARROW))
     variant = Variant(
         kind,
         form,
@@ -228,6 +233,7 @@ def _prepared(
         verb,
         known,
         has_outputs,
+        keeps_numbers,
         wants,
         capped,
         has_auxiliary,
@@ -260,12 +266,14 @@ def _prepared(
     return _launcher(index, placed, variant), setup, placed.cluster * max(1, placed.shape.threads_per_row // 32)
 
 
-def near_of(
-    problem: Problem, parameter: float, verb: Verb, dtypes: Dtypes, wants: tuple[bool, bool], reach: Reach
-) -> Near | None:
+def has_16_bits(dtypes: Dtypes, wants: tuple[bool, bool], keeps_numbers: bool) -> bool:
+    """Whether logits have, or all gradients, now or later: exponents may then be rounded by more."""
+    gradients = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
+    return all(t.itemsize == 2 for t in dtypes[:2]) or (not keeps_numbers and all(t.itemsize == 2 for t in gradients))
+
+
+def near_of(problem: Problem, parameter: float, verb: Verb, is_coarse: bool, reach: Reach) -> Near | None:
     """Of losses whose sums follow from slopes, or of a tilted distribution; logits or gradients have 16 bits."""
-    written = [dtype for dtype, is_wanted in zip(dtypes[2:], wants, strict=True) if is_wanted]
-    is_coarse = any(all(t.itemsize == 2 for t in tensors) for tensors in (dtypes[:2], written) if tensors)
     moments = moments_of(problem.kind)
     is_tilted = formula(problem.kind, "logits", "logits").has_tilted_lse
     serves = slopes_of(problem.kind) is not None if moments is None else is_tilted

@@ -68,6 +68,9 @@
 /* Whether rows that one sure token has count as near, however small their sum (sure.cuh), where gradients are coarse */
 #define HAS_SURE_ROWS (HAS_SERIES && SUMS_FROM_MOMENTS && RESIDENT && !HAS_PEERS && VERB == VERB_LOSS && !KNOWN)
 
+/* Whether log-ratios and one mass may serve rows whose gradients are not coarse: by their sum errors are known, too. */
+#define HAS_FINE_NEAR (HAS_NEAR_ELEMENT && HAS_SURE_ROWS && !IS_COARSE && (WANT_INPUT || WANT_TARGET))
+
 /* Whether log-sum-exps are given: by the statistics that sums are to be accumulated with, or by the rows' states */
 #define HAS_NORMALISERS (KNOWN || VERB == VERB_ACCUMULATE)
 
@@ -99,7 +102,8 @@
 #endif
 /* Where nothing of the kind foresees it, or not enough, whether a sample of the row does */
 #define SAMPLES_SPREAD \
-    ((HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) || (REFINES_HEAVY && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
+    ((HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
+     || ((REFINES_HEAVY || HAS_FINE_NEAR) && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 /* Whether moments have guards for -inf. Rows are seldom without it in turn with others: a row group has them from one that has. */
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)

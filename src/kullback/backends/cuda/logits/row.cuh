@@ -43,6 +43,14 @@ INLINE bool is_well_conditioned(const Sums &sums, float least = MIN_FAST_SUM)
 
 template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
+#if HAS_NEAR_ELEMENT
+    if (MODE == STABLE && !IS_COARSE) {
+        const FineElements elements(slice.a, stats, {});
+        const Sums sums = elements.serve(slice.a) ? thread_sums_of(elements, slice, pipeline, group)
+                                                  : thread_sums<STABLE>(slice, pipeline, group, stats);
+        return all_reduced(slice.a, pipeline, group, sums);
+    }
+#endif
 #if HAS_SERIES
     if (MODE == STABLE) {
         const Series series(slice.a, opaque(stats));
@@ -58,6 +66,15 @@ template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline,
 INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                                        const Sums &sums, bool is_sure, GradOut grad_out)
 {
+#if HAS_NEAR_ELEMENT
+    if (!IS_COARSE) {
+        const FineElements elements(slice.a, stats, sums);
+        if (!elements.serve(slice.a))
+            return write_gradients<STABLE>(slice, pipeline, group, stats, sums, {}, grad_out);
+        write_gradients_of(elements, slice, pipeline, group, grad_out);
+        return {};
+    }
+#endif
 #if HAS_SERIES
     const Series series(slice.a, opaque(stats));
 #if HAS_SURE_ROWS
@@ -210,9 +227,11 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
 
 #if SUMS_FROM_MOMENTS
-/* A row's sum is what is left of a moment and the difference of log-sum-exps against the maxima that were estimated, log2: of
-   these 1.5e-7 is rounded. Where near rows have a cheap way, less than so much of it counts as near. */
-#define LEAST_OF_SHIFT (REFINES_HEAVY && HAS_LOG_RATIOS ? 0.1f : 0)
+/* A row's sum is what is left of a moment and the difference of log-sum-exps. Of these 1.5e-7 is rounded, of the difference against the
+   maxima that were estimated, log2: less than so much of it counts as near. Where a token has most mass, 3e-7 is rounded of any
+   row, and in float32 up to 1e-6. A larger least sum would cost 16 bits much time. */
+#define LEAST_OF_SHIFT (THREADS_PER_ROW > 32 && HAS_LOG_RATIOS ? 0.1f : 0)
+#define LEAST_OF_MOMENTS (LEAST_OF_SHIFT == 0 || HAS_CHERNOFF ? MIN_FAST_SUM : IS_16_BIT ? 0.05f : 0.2f)
 /* Rows of a sure token (sure.cuh): the least sum that moments show; the least of which the fast formula's gradients are so little off
    that they can be corrected; and the largest of which they want that */
 #define LEAST_CLOSE_SUM (HAS_CHERNOFF ? 2e-6f : 4e-7f)
@@ -234,7 +253,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     const float smaller = fminf(fabsf(a.exponent), fabsf(1 - a.exponent));
     const float of_powers = HAS_CHERNOFF ? fmaxf(1, in_range_ratio_or_zero(0.5f, smaller)) : 1; /* sums are 1 - c over that */
-    float least = MIN_FAST_SUM;
+    float least = LEAST_OF_MOMENTS;
     if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
         least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
     const auto is_foreseen = [&] {
@@ -262,6 +281,9 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, pipeline, stats) && (seems_near() || is_foreseen()))
         near(true);
+    else if (HAS_FINE_NEAR && is_well_conditioned(found.sums, MIN_NEAR_SUM) && are_few() && may_be_sure()
+             && is_in_reach(slice, pipeline, stats))
+        near(true, true); /* what gradients sum to tells what log-sum-exps and moments are off by, too */
 #endif
     else if (is_foreseen())
         found.mode = STABLE;

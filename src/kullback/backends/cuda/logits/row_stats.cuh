@@ -14,6 +14,8 @@ namespace kullback {
 /* In the sweep that sums and writes, gradients have fewer powers: up to this radius what is left out is 2e-3 of chi2's, less than
    half an ulp of bfloat16, and 6e-5 of others. */
 #define LONG_RATIO 0.375f
+/* Neighbours that differ by more say that elements are far. */
+#define LONG_DIFFERENCE (HAS_FINE_NEAR ? 2.0f : LONG_RATIO)
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 
@@ -167,7 +169,7 @@ INLINE int sampled_pairs(const Slice &slice, const RowGroup &group) { return sam
 INLINE float spread_of(const Arguments &a, float difference)
 {
     if (SUMS_FROM_MOMENTS)
-        return fabsf(difference) * a.input_inv_temperature < LONG_RATIO ? 0 : 1;
+        return fabsf(difference) * a.input_inv_temperature < LONG_DIFFERENCE ? 0 : 1;
     return fminf(fabsf(difference), MAX_SPREAD);
 }
 

@@ -59,8 +59,10 @@ INLINE void correct_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &
     const SlopeSums found = all_reduced(a, pipeline, group, SlopeSums { terms.target, terms.input });
     const float of_target = found.p, of_input = HAS_AUXILIARY ? fmaf(-grad_out.input, sums.auxiliary, found.q) : found.q;
     const Row row = row_constants<FAST>(a, opaque(stats), {});
-    const float heavy_x = heavy_logit(row.input_max, a.input_inv_temperature, HEAVY_EXPONENT_NEARER);
-    const float heavy_y = heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER);
+    const float heavy_x = heavy_logit(log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature), a.input_inv_temperature,
+                                      HEAVY_EXPONENT_NEARER);
+    const float heavy_y = heavy_logit(log2_z(stats.y_max, stats.y_sum_exp, a.target_inv_temperature), a.target_inv_temperature,
+                                      HEAVY_EXPONENT_NEARER);
     const auto input_of_own = [&](float gradient, float q) {
         const float mass = fast_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
         return grad_out.of_input(a, fmaf(-mass, of_input, gradient), q);

@@ -1,0 +1,113 @@
+"""Rows of float32 logits that are near, whose gradients have float32: exact as sums and element by element."""
+
+import pytest
+import torch
+
+import kullback
+from tests import emulation, kinds, oracle, samples
+from tests.samples import apart, at, equal, masked, peaked, shifted, spiked
+from tests.tolerances import FLOAT_GRADIENT, LOSS, relative_error
+
+TOKEN = 4007
+SHOWS, CAPPED = 1e-3, 2e-5  # a loss, and its gradients: capped logits are rounded before their difference is found
+FAR = 0.2  # from here on gradients are found by moments
+VALUE = 3e-6  # of a loss above 1e-3; a normaliser's rounding is 1e-7 to 3e-7, of which there is a square
+
+pytestmark = pytest.mark.parametrize(
+    ("backend", "vocab"),
+    [
+        pytest.param("emulated", 8192),
+        pytest.param("emulated", 8190),  # the last elements are in no vector
+        pytest.param("cuda", 49152, marks=pytest.mark.gpu),
+        pytest.param("cuda", 128256, marks=pytest.mark.gpu),
+    ],
+    indirect=["backend"],
+)
+
+
+@pytest.fixture
+def rows(backend, device, generator, monkeypatch, vocab):
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    made = {f"{noise} apart": apart(noise) for noise in (0.003, 0.02, 0.1, 0.3, 0.6, 1.0)}
+    made |= {
+        f"{above} above, {noise} apart": peaked(apart(noise), TOKEN, above)
+        for above in (-2.0, 0.0, 2.0, 4.0, 7.0)
+        for noise in (0.1, 0.5, 1.5)
+    }
+    batch = samples.batch(
+        generator,
+        vocab,
+        torch.float32,
+        spread=2.0,
+        **made,
+        some_far=spiked(0.05, 4.0, 97),
+        many_far=spiked(0.05, 4.0, 11),
+        masked=masked(apart(0.1), both=slice(3000, 5000)),
+        lacking=at(apart(0.1), y={11: -torch.inf}),
+        offset=shifted(0.1, 20.0),
+        beyond=shifted(0.1, 64.0),
+        equal=equal,
+    )
+    return batch._replace(x=batch.x.to(device), y=batch.y.to(device))
+
+
+def expected_of(rows, kind, cap=None, labels=None, **weights):
+    """Losses by the textbook in float64, and both sides' gradients."""
+    sides = [side.double().requires_grad_() for side in (rows.x, rows.y)]
+    x, y = (side if cap is None else cap * torch.tanh(side / cap) for side in sides)
+    losses = oracle.divergence(x, y, kind, **kinds.parameters(kind))
+    if labels is not None:
+        lse, own = x.logsumexp(-1), x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        losses = losses + weights["label_weight"] * (lse - own) + weights["z_weight"] * lse**2
+    return losses.detach(), torch.autograd.grad(losses[losses.isfinite()].sum(), sides)
+
+
+def check(rows, kind, expected, weight=1.0, labels=None, **options):
+    """Of each row alone: a loss without gradients, with one, with both, and with both that are found later."""
+    truth, gradients = expected
+    options |= {"row_weight": torch.tensor([weight], device=rows.x.device)}
+    some = slice(None) if weight == 1 and len(options) == 1 else slice(0, None, 3)  # of the rest a part is enough
+    for row, name in list(enumerate(rows.names))[some]:
+        if not truth[row].isfinite() or ("softcap" in options and truth[row] < SHOWS):
+            continue
+        for count, reduction in ((0, "sum"), (1, "sum"), (2, "sum"), (2, "none")):
+            sides = [side[row : row + 1].clone().requires_grad_(i < count) for i, side in enumerate((rows.x, rows.y))]
+            if labels is not None:
+                options["labels"] = labels[row : row + 1]
+            loss = kullback.divergence(*sides, kind, reduction=reduction, **options).sum()
+            if name == "equal" and labels is None:
+                assert loss == 0
+            else:
+                bound = VALUE if truth[row] > 1e-3 else LOSS
+                assert relative_error(loss / weight, truth[row]) < bound, (name, count, reduction)
+            found = torch.autograd.grad(loss, sides[:count]) if count else ()
+            for side, (mine, theirs) in enumerate(zip(found, gradients, strict=False)):
+                if theirs[row].norm() < 1e-12:  # of equal rows, but for labels
+                    assert mine.count_nonzero() == 0
+                    continue
+                bound = FLOAT_GRADIENT if truth[row] < FAR else 3 * FLOAT_GRADIENT
+                bound = CAPPED if "softcap" in options else bound
+                assert relative_error(mine[0].double() / weight, theirs[row]) < bound, (name, count, reduction, side)
+
+
+@pytest.mark.parametrize("weight", [1.0, -1.0, 1e-20, 1e20])
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_losses_and_gradients(rows, kind, weight):
+    """Whatever is upstream, which masses are multiplied by where it is a number like theirs."""
+    check(rows, kind, expected_of(rows, kind), weight)
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_labels(rows, kind):
+    """What gradients are to sum to is then not 0. Where the label is the sure token, and where it is not."""
+    labels = torch.full((len(rows.x),), TOKEN, device=rows.x.device)
+    labels[1::2] = 17
+    options = {"label_weight": 0.3, "z_weight": 1e-3}
+    check(rows, kind, expected_of(rows, kind, labels=labels, **options), labels=labels, **options)
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_softcaps(rows, kind):
+    """What gradients sum to is found upstream of them. Logits of a row that has no mass are none then."""
+    check(rows, kind, expected_of(rows, kind, cap=30.0), softcap=30.0, target_softcap=30.0)
