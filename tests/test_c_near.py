@@ -53,6 +53,7 @@ def test_polynomials_are_as_exact_as_floats(backend, kind, share):
         assert (error <= 1.01 * FLOAT_TOLERANCE * (0.02 + at.square()) * values_of(ratio).abs() + 1e-15).all()
 
 
+@pytest.mark.few_kinds
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("wants", [(True, False), (True, True)])
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "chi2", "renyi", "hellinger", "mixed_kl"])

@@ -28,6 +28,9 @@ CASES = [
 ]
 
 
+OTHERS = [(torch.float32, 30.0), (torch.bfloat16, None), (torch.float16, 30.0)]
+
+
 @pytest.fixture
 def kernel_runs(monkeypatch):
     """The works of the kernel: what another does would be right all the same."""
@@ -42,8 +45,15 @@ def kernel_runs(monkeypatch):
 
 
 @pytest.mark.parametrize(("vocab", "chip"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize(
+    ("dtype", "softcap"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, 30.0),
+        (torch.float16, None),
+        *(pytest.param(*other, marks=pytest.mark.full) for other in OTHERS),
+    ],
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_values_and_gradients(backend, monkeypatch, generator, kernel_runs, vocab, chip, dtype, softcap, smoothing):
     """More rows than clusters: an ignored one, one that is not read, one of a sole token, a sure one, one far from 0.

@@ -65,6 +65,7 @@ def rows(backend, device, generator, monkeypatch, vocab):
     return batch._replace(x=batch.x.to(device), y=batch.y.to(device))
 
 
+@pytest.mark.few_kinds
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients(rows, kind):
     """A gradient is right as a whole only where the sure token's is: no other is larger."""
@@ -85,6 +86,7 @@ def test_losses_and_gradients(rows, kind):
                 assert relative_error(ours[row], theirs[row]) < bound, name
 
 
+@pytest.mark.few_kinds
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "hellinger", "alpha"])
 def test_forward_alone_and_softcapped(rows, kind):
     """Without a gradient nothing is corrected; with a softcap what gradients sum to is found upstream of it."""
