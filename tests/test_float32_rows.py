@@ -111,3 +111,15 @@ def test_labels(rows, kind):
 def test_softcaps(rows, kind):
     """What gradients sum to is found upstream of them. Logits of a row that has no mass are none then."""
     check(rows, kind, expected_of(rows, kind, cap=30.0), softcap=30.0, target_softcap=30.0)
+
+
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys"])
+def test_losses_alone_of_sides_far_apart(backend, device, generator, monkeypatch, kind, vocab):
+    """A log-sum-exp of 1000 is rounded by 4e-5, and so are all masses of that side: what they sum to is taken off."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    rows = samples.batch(generator, vocab, torch.float32, **{f"{i}": shifted(0.3, 1000 + 0.37 * i) for i in range(8)})
+    truth = oracle.divergence(rows.x.double(), rows.y.double(), kind)
+    for x, y, expected in zip(rows.x.to(device), rows.y.to(device), truth, strict=True):
+        loss = kullback.divergence(x, y, kind, reduction="sum", **kinds.parameters(kind))
+        assert relative_error(loss, expected) < 2 * LOSS
