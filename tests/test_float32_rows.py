@@ -84,7 +84,7 @@ def check(rows, kind, expected, weight=1.0, labels=None, least=0.0, **options):
             if name == "equal" and labels is None:
                 assert loss == 0
             else:
-                bound = VALUE if count and truth[row] > 1e-3 else LOSS  # losses alone are found as of 16 bits
+                bound = VALUE if count and truth[row] > 1e-3 else LOSS  # totals alone are found as of 16 bits
                 assert relative_error(loss / weight, truth[row]) < bound, (name, count, reduction)
             found = torch.autograd.grad(loss, sides[:count]) if count else ()
             for side, (mine, theirs) in enumerate(zip(found, gradients, strict=False)):
@@ -132,7 +132,7 @@ def test_softcaps(rows, kind):
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys"])
-def test_losses_alone_of_sides_far_apart(backend, device, generator, monkeypatch, kind, vocab):
+def test_totals_alone_of_sides_far_apart(backend, device, generator, monkeypatch, kind, vocab):
     """A log-sum-exp of 1000 is rounded by 4e-5, and so are all masses of that side: what they sum to is taken off."""
     if backend == "emulated":
         emulation.on_chip(monkeypatch)
