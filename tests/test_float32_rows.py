@@ -9,7 +9,7 @@ from tests.samples import apart, at, equal, masked, peaked, shifted, spiked
 from tests.tolerances import FLOAT_GRADIENT, LOSS, relative_error
 
 TOKEN = 4007
-SHOWS, CAPPED = 1e-3, 2e-5  # a loss, and its gradients: capped logits are rounded before their difference is found
+SHOWS, CAPPED = 1e-3, 1e-4  # a loss, and its gradients: capped logits are rounded before their difference is found
 FAR = 0.2  # from here on gradients are found by moments
 VALUE = 3e-6  # of a loss above 1e-3; a normaliser's rounding is 1e-7 to 3e-7, of which there is a square
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.parametrize(
 def rows(backend, device, generator, monkeypatch, vocab):
     if backend == "emulated":
         emulation.on_chip(monkeypatch)
-    made = {f"{noise} apart": apart(noise) for noise in (0.003, 0.02, 0.1, 0.3, 0.6, 1.0)}
+    made = {f"{noise} apart": apart(noise) for noise in (0.003, 0.02, 0.3, 1.0)}
     made |= {
         f"{above} above, {noise} apart": peaked(apart(noise), TOKEN, above)
-        for above in (-2.0, 0.0, 2.0, 4.0, 7.0)
-        for noise in (0.1, 0.5, 1.5)
+        for above in (0.0, 4.0, 7.0)
+        for noise in (0.1, 0.5)
     }
     batch = samples.batch(
         generator,
@@ -42,7 +42,6 @@ def rows(backend, device, generator, monkeypatch, vocab):
         spread=2.0,
         **made,
         some_far=spiked(0.05, 4.0, 97),
-        many_far=spiked(0.05, 4.0, 11),
         masked=masked(apart(0.1), both=slice(3000, 5000)),
         lacking=at(apart(0.1), y={11: -torch.inf}),
         offset=shifted(0.1, 20.0),
@@ -84,7 +83,8 @@ def check(rows, kind, expected, weight=1.0, labels=None, least=0.0, **options):
             if name == "equal" and labels is None:
                 assert loss == 0
             else:
-                bound = VALUE if count and truth[row] > 1e-3 else LOSS  # totals alone are found as of 16 bits
+                is_exact = count and "softcap" not in options  # totals alone are found as of 16 bits
+                bound = VALUE if is_exact and truth[row] > 1e-3 else LOSS
                 assert relative_error(loss / weight, truth[row]) < bound, (name, count, reduction)
             found = torch.autograd.grad(loss, sides[:count]) if count else ()
             for side, (mine, theirs) in enumerate(zip(found, gradients, strict=False)):
