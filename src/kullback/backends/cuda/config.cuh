@@ -44,12 +44,9 @@
 #define KEEPS_NUMBERS 0 /* whether a row's state, statistics or sums are wanted, by which gradients are found later */
 #endif
 
-/* Whether what is read has 16 bits; and whether that has, or all gradients: exponents may then be rounded by more. So they may where
-   none is wanted, now or later, but for short rows, of which that saves no sweep. */
+/* Whether what is read has 16 bits; and whether that has, or all gradients, now or later: exponents may then be rounded by more */
 #define IS_16_BIT (sizeof(X) == 2 && sizeof(Y) == 2)
-#define WANT_GRADIENTS_OR_LONG (WANT_INPUT || WANT_TARGET || THREADS_PER_ROW > 32)
-#define HAS_SHORT_GRADIENTS \
-    (WANT_GRADIENTS_OR_LONG && !KEEPS_NUMBERS && (!WANT_INPUT || sizeof(DX) == 2) && (!WANT_TARGET || sizeof(DY) == 2))
+#define HAS_SHORT_GRADIENTS (!KEEPS_NUMBERS && (!WANT_INPUT || sizeof(DX) == 2) && (!WANT_TARGET || sizeof(DY) == 2))
 #define IS_COARSE (IS_16_BIT || HAS_SHORT_GRADIENTS)
 
 #ifndef FLAT
