@@ -59,8 +59,7 @@ def expected_of(rows, kind, cap=None, labels=None, temperatures=(1.0, 1.0), **we
     x, y = x / temperatures[0], y / temperatures[1]
     losses = oracle.divergence(x, y, kind, **kinds.parameters(kind))
     if labels is not None:
-        lse, own = x.logsumexp(-1), x.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        losses = losses + weights["label_weight"] * (lse - own) + weights["z_weight"] * lse**2
+        losses = oracle.labelled(losses, x, labels, label=weights["label_weight"], z=weights["z_weight"])
     return losses.detach(), torch.autograd.grad(losses[losses.isfinite()].sum(), sides)
 
 
