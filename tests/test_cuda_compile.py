@@ -23,7 +23,7 @@ from kullback.backends.build import BuildError
 from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
-from kullback.backends.near import NARROW, WIDE, NearShape
+from kullback.backends.near import NARROW, WIDE, NearShape, OverRootShape
 from kullback.backends.printer import (
     print_functor,
     print_layout,
@@ -188,6 +188,7 @@ class Case(NamedTuple):
             logits.near_of(problem, problem.parameter, mode.verb, is_coarse, reach) for reach in (WIDE, NARROW)
         )
         near, narrow = (NearShape() if found is None else found.shape for found in polynomials)
+        fine = logits.fine_of(problem, problem.parameter, is_coarse)
         variant = logits.Variant(
             *self[1:4],
             *(*dtypes, torch.float64, torch.float32),
@@ -203,6 +204,7 @@ class Case(NamedTuple):
             has_peers=mode.peers,
             near=near,
             narrow=narrow,
+            fine=OverRootShape() if fine is None else fine.shape,
         )
         return logits.source(variant, shape)
 
@@ -268,6 +270,9 @@ def logits_cases():
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
         for arch in ("sm_100a", "sm_120a"):
             yield Case(arch, kind, "logits", "logits", torch.float32, "total and both gradients")
+    for kind in ("alpha", "skew_kl"):  # whose polynomials have every power
+        for mode in ("total and gradient", "labels, both gradients"):
+            yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
     for arch, kind in itertools.product(("sm_75", "sm_80"), ("total_variation", "jensen_shannon")):
         # short rows cache slopes there, too
         yield Case(arch, kind, "logits", "logits", torch.bfloat16, "short rows, total and gradient")

@@ -81,6 +81,16 @@ def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
 
 FLOAT_RADIUS, FLOAT_TOLERANCE = 2.0, 3e-7
 FLOAT_TERMS, FLOAT_DIFFERENCES = (8, 13, 15), (11, 15, 17)
+MOST_FLOAT_TERMS = FLOAT_DIFFERENCES[-1]
+
+
+class OverRootShape(NamedTuple):
+    """What kernels are compiled for: how many powers of both, and from one that is wanted to the next."""
+
+    terms: int = 0  # 0: there are none
+    term_step: int = 0
+    differences: int = 0
+    difference_step: int = 0
 
 
 class OverRoot(NamedTuple):
@@ -94,9 +104,9 @@ class OverRoot(NamedTuple):
     difference: tuple[float, ...]
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """From a power of each that is wanted to the next."""
-        return 1 if any(self.term[1::2]) else 2, 1 if any(self.difference[1::2]) else 2
+    def shape(self) -> OverRootShape:
+        term_step, difference_step = (1 if any(factors[1::2]) else 2 for factors in self)
+        return OverRootShape(len(self.term), term_step, len(self.difference), difference_step)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,22 +16,13 @@ from kullback.backends.build import BuildError, remember_failures
 from kullback.backends.c import describe, topk
 from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library, softmaxes
 from kullback.backends.lowering import slopes_are_logs
-from kullback.backends.near import FLOAT_RADIUS, over_root
+from kullback.backends.near import FLOAT_RADIUS, OverRootShape, over_root
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
 from kullback.problem import formula, has_corner, moments_of
 from kullback.work import VERBS, Describe, Entries, Gather, Rows, Scatter, Work
 
 # A flat problem's rows are its own choice; this many elements make a row's set-up cost nothing.
 FLAT_VOCAB = 1 << 14
-
-
-class PolynomialShape(NamedTuple):
-    """Of near rows' two polynomials how many powers, and from one that is wanted to the next."""
-
-    terms: int
-    differences: int
-    term_step: int
-    difference_step: int
 
 
 class Variant(NamedTuple):
@@ -48,7 +39,7 @@ class Variant(NamedTuple):
     loss: torch.dtype
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
-    near: PolynomialShape | None = None
+    near: OverRootShape | None = None
 
 
 SWEEP, NEAR, NEAR_ROWS, ROWS = (
@@ -135,7 +126,7 @@ def source(variant: Variant) -> str:
     )
 
 
-def _near_rows(shape: PolynomialShape) -> str:
+def _near_rows(shape: OverRootShape) -> str:
     macros: dict[str, int | str] = {
         "NEAR_TERMS": shape.terms,
         "NEAR_TERM_STEP": shape.term_step,
@@ -147,13 +138,13 @@ def _near_rows(shape: PolynomialShape) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _near_of(kind: str, parameter: float) -> tuple[PolynomialShape, Tensor] | None:
+def _near_of(kind: str, parameter: float) -> tuple[OverRootShape, Tensor] | None:
     """And the factors, of terms first."""
     found = over_root(kind, parameter)
     if found is None:
         return None
     factors = torch.tensor(found.term + found.difference, dtype=torch.float32, device="cpu")
-    return PolynomialShape(len(found.term), len(found.difference), *found.steps), factors
+    return found.shape, factors
 
 
 @functools.cache

@@ -18,15 +18,28 @@ from kullback.backends.cuda.launch import Launcher, workspace
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
-from kullback.backends.near import MOST_TERMS, NARROW, WIDE, Near, NearShape, Reach, near
+from kullback.backends.near import (
+    FLOAT_RADIUS,
+    MOST_FLOAT_TERMS,
+    MOST_TERMS,
+    NARROW,
+    WIDE,
+    Near,
+    NearShape,
+    OverRoot,
+    OverRootShape,
+    Reach,
+    near,
+    over_root,
+)
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes, type_macros
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
 
-ARGUMENTS = (
-    text(HERE / "logits" / "arguments.cuh").replace("SERIES_TERMS", str(TERMS)).replace("MOST_TERMS", str(MOST_TERMS))
-)
+ARGUMENTS = text(HERE / "logits" / "arguments.cuh")
+for _name, _count in (("SERIES_TERMS", TERMS), ("MOST_TERMS", MOST_TERMS), ("MOST_FINE_TERMS", MOST_FLOAT_TERMS)):
+    ARGUMENTS = ARGUMENTS.replace(f"[{_name}]", f"[{_count}]")
 OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup", "Ranks"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
@@ -62,6 +75,7 @@ class Variant(NamedTuple):
     has_peers: bool = False  # whether each rank has a slice of the rows, and exchanges numbers in the kernel
     near: NearShape = NearShape()  # the polynomials of rows that are near
     narrow: NearShape = NearShape()  # and of those of which few tokens are far out
+    fine: OverRootShape = OverRootShape()  # and where gradients have float32
 
 
 def source(variant: Variant, shape: plan.LogitsShape) -> str:
@@ -94,6 +108,13 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "NARROW_SLOPE_TERMS": variant.narrow.slope_terms,
         "NARROW_RADIUS": f"{NARROW.radius}f",
         "SLOPE_FACTOR": f"{SLOPE_FACTOR}f",
+        "MOST_FINE_TERMS": MOST_FLOAT_TERMS,
+        "FINE_TERMS": variant.fine.terms,
+        "FINE_TERM_STEP": variant.fine.term_step,
+        "FINE_DIFFERENCES": variant.fine.differences,
+        "FINE_DIFFERENCE_STEP": variant.fine.difference_step,
+        "FINE_RADIUS": f"{FLOAT_RADIUS}f",
+        "CACHES_DERIVATIVES": caches_derivatives(variant),
         "HAS_REVERSE_KL_FACTOR": factor is not None,
         "REVERSE_KL_FACTOR": f"{factor or 0.0}f",
         "LEAST_MEAN_SLOPE": f"{least}f" if abs(least) < float("inf") else "(-REAL_INFINITY)",
@@ -114,6 +135,12 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
     structs = {"Operands": OPERANDS, "Setup": SETUP} | ({"Ranks": RANKS} if variant.has_peers else {})
     entry = print_entry("kullback_logits", bounds, structs)
     return print_macros(macros) + inlined("cuda/logits/kernel.cuh", {"cuda/functor.cuh": printed}) + entry
+
+
+def caches_derivatives(variant: Variant) -> bool:
+    """Whether a mass and a derivative fit in place of two logits, where one gradient follows from them."""
+    is_loss = variant.verb == "loss" and not variant.known and not variant.smoothing
+    return is_loss and variant.wants == (True, False) and variant.x == variant.y == torch.float32
 
 
 def is_smooth(kind: str, form: str, target_form: str) -> bool:
@@ -223,6 +250,7 @@ def _prepared(
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
     is_coarse = has_16_bits(dtypes, wants, keeps_numbers)
     wide, narrow = (near_of(problem, parameter, verb, is_coarse, reach) for reach in (WIDE, NARROW))
+    fine = fine_of(problem, parameter, is_coarse)
     variant = Variant(
         kind,
         form,
@@ -242,6 +270,7 @@ def _prepared(
         has_peers,
         NearShape() if wide is None else wide.shape,
         NearShape() if narrow is None else narrow.shape,
+        OverRootShape() if fine is None else fine.shape,
     )
     setup = Setup(
         input_inv_temperature=1 / problem.input.temperature,
@@ -256,6 +285,7 @@ def _prepared(
         **_packed("series", TERMS, series(kind, parameter) if problem.is_normalised else None),
         **_packed("near", MOST_TERMS, _as_cached(kind, wide)),
         **_packed("narrow", MOST_TERMS, _as_cached(kind, narrow)),
+        **_packed("fine", MOST_FLOAT_TERMS, fine),
         stages=placed.stages,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,
@@ -283,6 +313,13 @@ def near_of(problem: Problem, parameter: float, verb: Verb, is_coarse: bool, rea
     if reach == WIDE or wide is None:
         return wide
     return None if is_tilted else near(problem.kind, parameter, reach)
+
+
+def fine_of(problem: Problem, parameter: float, is_coarse: bool) -> OverRoot | None:
+    """Of logits whose gradients show what shorter polynomials are off by."""
+    has_logits = problem.input.form == problem.target.form == "logits"
+    serves = has_logits and problem.is_normalised and not is_coarse
+    return over_root(problem.kind, parameter) if serves else None
 
 
 def _as_cached(kind: str, polynomials: Near | None) -> Near | None:

@@ -36,6 +36,7 @@ struct Setup {
     long long series[SERIES_TERMS]; /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
     /* Likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
     long long near[MOST_TERMS], narrow[MOST_TERMS];
+    long long fine[MOST_FINE_TERMS]; /* of term, from r² on; above of d_log_q - d_log_p, from r on */
     int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
     int slice_vectors, row_tiles; /* vectors of a row that a block has, at most, and tiles that they take */
     int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [cluster · WARPS, 4] floats */
@@ -70,6 +71,10 @@ template <bool NARROW> INLINE float near_slope_factor(const Arguments &a, int k)
 {
     return opaque(__int_as_float((int)((NARROW ? a.narrow : a.near)[k] >> 32)));
 }
+
+INLINE float fine_term_factor(const Arguments &a, int k) { return opaque(__int_as_float((int)a.fine[k])); }
+
+INLINE float fine_difference_factor(const Arguments &a, int k) { return opaque(__int_as_float((int)(a.fine[k] >> 32))); }
 
 /* What an element of the input counts as, and of the target */
 INLINE float input_of(const Arguments &a, float x) { return INPUT_IS_CAPPED ? softcapped(x, a.input_softcap) : x; }

@@ -30,6 +30,13 @@
 #define NARROW_SLOPE_TERMS 6
 #define NARROW_RADIUS 1.0f
 #define SLOPE_FACTOR 64.0f /* of slopes that are cached */
+#define MOST_FINE_TERMS 17 /* likewise of polynomials that are as exact as float32 (near.py); FINE_TERMS 0: there are none */
+#define FINE_TERMS 8
+#define FINE_TERM_STEP 2
+#define FINE_DIFFERENCES 11
+#define FINE_DIFFERENCE_STEP 2
+#define FINE_RADIUS 2.0f
+#define CACHES_DERIVATIVES 0 /* whether the sweep that sums a row by these leaves masses and derivatives in its place */
 #define HAS_REVERSE_KL_FACTOR 0 /* of `Divergence` (divergences.py), if it is known */
 #define REVERSE_KL_FACTOR 0.0f
 #define LEAST_MEAN_SLOPE (-REAL_INFINITY)
@@ -56,6 +63,13 @@
 #define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 #define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
+
+/* Whether log-ratios may serve in place of the stable formula where gradients are not coarse: beside one mass, or in polynomials */
+#define HAS_FINE (HAS_FAST && THREADS_PER_ROW > 32 && (HAS_NEAR_ELEMENT || FINE_TERMS))
+#if !HAS_FINE || HAS_NEAR_ELEMENT || !RESIDENT
+#undef CACHES_DERIVATIVES
+#define CACHES_DERIVATIVES 0
+#endif
 
 /* Whether threads copy their rows to the chip, each while the one before is worked on */
 #define COPIES_ROWS (SLOT_VECTORS > 0)
@@ -102,7 +116,7 @@
 #endif
 /* Where nothing of the kind foresees it, or not enough, whether a sample of the row does */
 #define SAMPLES_SPREAD \
-    ((HAS_NEAR && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
+    (((HAS_NEAR || (HAS_CORNER && HAS_FAST && THREADS_PER_ROW > 32)) && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
      || ((REFINES_HEAVY || HAS_FINE_NEAR) && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
 /* Whether moments have guards for -inf. Rows are seldom without it in turn with others: a row group has them from one that has. */

@@ -17,7 +17,7 @@ struct SlopeScale {
     float factor, offset;
 };
 
-#if CACHES_SLOPES
+#if CACHES_SLOPES || CACHES_DERIVATIVES
 static_assert((int)X_BYTES == (int)Y_BYTES);
 
 /* Of each element its mass, rounded as x is, in x's place, and in y's its slope. Of a row that is far what is predicted for it
@@ -241,10 +241,10 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 }
 #endif
 
-/* The row again, where masses and slopes have taken its place */
+/* The row again, where masses and slopes, or derivatives, have taken its place */
 INLINE void reload_row(const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
 {
-#if CACHES_SLOPES && RESIDENT
+#if (CACHES_SLOPES || CACHES_DERIVATIVES) && RESIDENT
     const X *x = slice.x() + slice.head + slice.first * WIDTH;
     const Y *y = slice.y() + slice.head + slice.first * WIDTH;
     each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {

@@ -1,8 +1,9 @@
-/* Rows whose gradients are not coarse, of kinds that are the mean of a log-ratio: an element is found by that and one mass, out to
-   NEAR_ELEMENT_RADIUS. */
+/* Rows whose gradients are not coarse: an element is found by its log-ratio, out to a radius. Beyond, nothing cancels in the fast formula.
+   Kinds that are the mean of a log-ratio have that and one mass, others two polynomials (near.py). */
 #pragma once
 
-#include "cuda/logits/gradients.cuh"
+#include "cuda/logits/log_ratio.cuh"
+#include "cuda/logits/sure.cuh"
 
 namespace kullback {
 
@@ -15,15 +16,15 @@ INLINE bool is_near(const Row &row, float q, float p)
     return fabsf(ratio) < NEAR_ELEMENT_RADIUS;
 }
 
-/* In place of the stable formula, where temperatures are equal. Elements that are far take the fast one, in which nothing cancels. What
-   masses sum to beside 1 is in Σ d_log_q, and so taken off gradients. */
+/* In place of the stable formula, where temperatures are equal. What masses sum to beside 1 is in Σ d_log_q, and so taken off
+   gradients. */
 struct FineElements {
     Row row, near_row;
     float without_sum; /* 1 - Σ d_log_q, where masses of near elements are to be multiplied by it */
     Parameters parameters;
 
     INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums)
-        : row(row_constants<STABLE>(a, opaque(stats), sums)), near_row(row), without_sum(SUM_IN_MASSES ? 1 - sums.d_log_q : 1),
+        : row(row_constants<STABLE>(a, stats, sums)), near_row(row), without_sum(SUM_IN_MASSES ? 1 - sums.d_log_q : 1),
           parameters(a.parameters)
     {
         near_row.input_inv_sum_exp *= without_sum;
@@ -31,97 +32,216 @@ struct FineElements {
         near_row.input_grad_sum /= without_sum;
     }
     INLINE bool serve(const Arguments &a) const { return warp_all(has_one_temperature(a) && without_sum > 1e-3f); }
-    /* Whether hardly one is far, by a sample of what this warp has */
-    INLINE bool are_near(const Slice &slice, const Pipeline &pipeline, const RowGroup &group) const
-    {
-        float far = 0;
-        each_first(slice, pipeline, group, [&](float x, float y, int) {
-            far += is_near(row, input_of(slice.a, x), target_of(slice.a, y)) ? 0 : 1;
-        });
-        return warp_all(far == 0);
-    }
+    INLINE bool is_near(float q, float p) const { return kullback::is_near(row, q, p); }
     INLINE Element near(float q, float p) const
     {
         Element e = near_element(q, p, near_row, parameters);
         e.target *= 1 / without_sum;
         return e;
     }
-    /* Both are found, for then no element waits for another's branch */
-    INLINE Element any(float q, float p) const
+    /* Of an element that may be far, what sums are made of, or gradients. Beyond the radius nothing cancels in the fast formula. Both are
+       found, for then no element waits for another's branch. */
+    enum { AS = FAST };
+    template <bool OF_SUMS> INLINE Element any(float q, float p) const
     {
-        const bool chosen = is_near(row, q, p);
+        const bool chosen = is_near(q, p);
         const Element a = near(q, p), b = fast_element(q, p, row, parameters);
         const auto choose = [&](float near, float far) { return chosen ? opaque(near) : opaque(far); };
-        Element e = b;
-        e.term = choose(a.term, b.term);
-        e.d_log_q = choose(a.d_log_q, b.d_log_q);
-        e.input = choose(a.input, b.input);
-        e.target = choose(a.target, b.target);
+        Element e = {};
+        if (OF_SUMS) {
+            e.term = choose(a.term, b.term);
+            e.d_log_q = choose(a.d_log_q, b.d_log_q);
+        } else {
+            e.input = WANT_INPUT ? choose(a.input, b.input) : 0;
+            e.target = WANT_TARGET ? choose(a.target, b.target) : 0;
+        }
         return e;
     }
 };
+#elif HAS_FINE
+/* factors[first] + factors[first + STEP]·r^STEP + ... */
+template <int COUNT, int STEP, typename F> INLINE float polynomial_of(F factor, float r)
+{
+    enum { LAST = (COUNT - 1) / STEP * STEP };
+    const float by = STEP == 2 ? r * r : r;
+    float sum = factor((int)LAST);
+#pragma unroll
+    for (int k = LAST - STEP; k >= 0; k -= STEP)
+        sum = fmaf(sum, by, factor(k));
+    return sum;
+}
 
-/* As `thread_sums` */
-INLINE Sums thread_sums_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, const RowGroup &group)
+/* The same by two polynomials over √(p·q). d_log_q + d_log_p is the term: Euler's. Elements that are far keep the stable formula. */
+struct FineElements {
+    const Arguments &a;
+    Row row;
+    LogRatio log_ratio;
+    Parameters parameters;
+    bool has_ratios;
+
+    INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums)
+        : a(a), row(row_constants<STABLE>(a, stats, sums)), log_ratio(a, stats), parameters(a.parameters),
+          has_ratios(has_one_temperature(a) && stats.tilted_lse == 0)
+    {
+    }
+    INLINE bool serve(const Arguments &) const { return warp_all(has_ratios); }
+    INLINE bool is_near(float q, float p) const { return fabsf(log_ratio.of(q, p)) < FINE_RADIUS; }
+    INLINE float input_mass(float q) const
+    {
+        return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+    }
+    INLINE Element near(float q, float p) const
+    {
+        const float r = log_ratio.of(q, p), product = log_ratio.rest * log_ratio.root(q, p) * r, square = r * r;
+        const float difference = product * polynomial_of<FINE_DIFFERENCES, FINE_DIFFERENCE_STEP>([&](int k) {
+            return fine_difference_factor(a, k);
+        }, r);
+        Element e;
+        e.term = product * (r * polynomial_of<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
+        e.d_log_q = 0.5f * (e.term + difference);
+        e.d_log_p = 0.5f * (e.term - difference);
+        e.input = fmaf(-input_mass(q), row.input_grad_sum, e.d_log_q);
+        e.target = fmaf(-stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp),
+                        row.target_grad_sum, e.d_log_p);
+        float sinh = 1 / 92897280.0f; /* 2·sinh(r/2) / r */
+        sinh = fmaf(sinh, square, 1 / 322560.0f);
+        sinh = fmaf(sinh, square, 1 / 1920.0f);
+        sinh = fmaf(sinh, square, 1 / 24.0f);
+        e.q_minus_p = -product * fmaf(sinh, square, 1);
+        return e;
+    }
+    enum { AS = STABLE };
+    template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, parameters); }
+};
+#endif
+
+#if HAS_FINE
+/* Whether hardly an element is far, by a sample of what this warp has: to find a marked one takes as long as four others. */
+INLINE bool are_near(const FineElements &elements, const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
+{
+    enum { MOST = HAS_NEAR_ELEMENT ? 0 : SAMPLE_WIDTH / 2 }; /* of 32 · SAMPLE_WIDTH */
+    float far = 0;
+    each_first(slice, pipeline, group, [&](float x, float y, int) {
+        far += elements.is_near(input_of(slice.a, x), target_of(slice.a, y)) ? 0 : 1;
+    });
+    return warp_all(warp_sum(far) <= MOST);
+}
+
+/* The row's sums. Where derivatives are cached, so are masses, each times the derivative of a softcap. */
+INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
     Sums sums;
-    const auto add = [](Sums &sums, const Element &e) {
+    const auto add = [&](Sums &sums, const Element &e, float q, float &mass, float &derivative) {
         sums.term += e.term;
         sums.d_log_q += e.d_log_q;
+        sums.q_minus_p += HAS_NEAR_ELEMENT ? 0 : e.q_minus_p;
+#if CACHES_DERIVATIVES
+        const float of_cap = INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1;
+        mass = elements.input_mass(q) * of_cap;
+        derivative = e.d_log_q * of_cap;
+#endif
     };
-    const auto add_any = [&](float x, float y) { add(sums, elements.any(input_of(a, x), target_of(a, y))); };
-    if (elements.are_near(slice, pipeline, group)) {
-        each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
+    const auto add_any = [&](float x, float y, float &mass, float &derivative) {
+        const float q = input_of(a, x), p = target_of(a, y);
+        add(sums, elements.any<true>(q, p), q, mass, derivative);
+    };
+    if (are_near(elements, slice, pipeline, group)) {
+        each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
+            float masses[WIDTH], derivatives[WIDTH];
             Sums more = sums;
             bool all = true;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
                 const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
-                add(more, elements.near(q, p));
-                all &= is_near(elements.row, q, p);
+                add(more, elements.near(q, p), q, masses[k], derivatives[k]);
+                all &= elements.is_near(q, p);
             }
             if (all)
                 sums = more;
+#if CACHES_DERIVATIVES
+            if (all)
+                cache_slopes(address, masses, derivatives);
+#endif
             return all;
-        }, [&](float x, float y, int, int, const Row &) { add_any(x, y); }, [&] { return elements.row; });
+        }, [&](float x, float y, int i, int on_chip, const Row &) {
+            float mass, derivative;
+            add_any(x, y, mass, derivative);
+#if CACHES_DERIVATIVES
+            if (i >= slice.head && i < slice.head + slice.body)
+                cache_slope(on_chip, mass, derivative);
+#endif
+        }, [&] { return elements.row; });
     } else {
-        each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++)
-                add_any(at(x, k), at(y, k));
+        each_vector<false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int address) {
+            Packed<float> masses, derivatives;
+            each_of<FineElements::AS>([&](int k) {
+                add_any(at(x, k), at(y, k), masses.element[k], derivatives.element[k]);
+            }, x, y, masses, derivatives);
+#if CACHES_DERIVATIVES
+            cache_slopes(address, masses.element, derivatives.element);
+#endif
         });
-        each_edge(slice, group, [&](int i) { add_any(to_real(slice.x()[i]), to_real(slice.y()[i])); });
+        each_edge(slice, group, [&](int i) {
+            float mass, derivative;
+            add_any(to_real(slice.x()[i]), to_real(slice.y()[i]), mass, derivative);
+        });
     }
-    sums.d_log_p = sums.term - sums.d_log_q; /* Euler's */
-    sums.q_minus_p = HAS_P_LOG_RATIO ? sums.d_log_q : -sums.d_log_p; /* of a log-ratio's mean, centred */
-    return sums;
+    float values[] = { sums.term, sums.d_log_q, sums.q_minus_p };
+    row_all_reduce<double>(a, pipeline, group, values, Add());
+    Sums whole = { values[0], values[0] - values[1], values[1], values[2] }; /* d_log_p + d_log_q is the term: Euler's */
+    if (HAS_NEAR_ELEMENT) /* of a log-ratio's mean, centred */
+        whole.q_minus_p = HAS_P_LOG_RATIO ? whole.d_log_q : -whole.d_log_p;
+    return whole;
 }
 
 /* As `write_gradients` */
 INLINE void write_gradients_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, const RowGroup &group, GradOut grad_out)
 {
     const Arguments &a = slice.a;
-    differentiate_label(a, pipeline, group, [&](float q, float p) { return elements.any(q, p).input * grad_out.input; }, grad_out);
+    differentiate_label(a, pipeline, group, [&](float q, float p) { return elements.any<false>(q, p).input * grad_out.input; }, grad_out);
     const auto differentiate_any = [&](float x, float y, DX &input, DY &target) {
         const float q = input_of(a, x), p = target_of(a, y);
-        pull_back(a, elements.any(q, p), q, p, grad_out, input, target);
+        pull_back(a, elements.any<false>(q, p), q, p, grad_out, input, target);
     };
-    const GradientVectors vectors(slice);
-    each_vector<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
-        Packed<DX> input;
-        Packed<DY> target;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++)
-            differentiate_any(at(x, k), at(y, k), input.element[k], target.element[k]);
-        vectors.write(input, target, before);
-    });
-    each_edge(slice, group, [&](int i) {
+    const auto at_edge = [&](int i) {
         DX input;
         DY target;
         differentiate_any(to_real(slice.x()[i]), to_real(slice.y()[i]), input, target);
         write_element(slice, input, target, i);
+    };
+    const GradientVectors vectors(slice);
+#if CACHES_DERIVATIVES
+    const float sum = elements.row.input_grad_sum;
+    each_vector<false, true>(slice, pipeline, group, [&](const Packed<X> &mass, const Packed<Y> &d_log_q, long long before, int) {
+        Packed<DX> input;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k++)
+            input.element[k] = rounded<DX>(fmaf(-at(mass, k), sum, at(d_log_q, k)) * grad_out.input);
+        vectors.write(input, {}, before);
     });
+    each_edge(slice, group, at_edge);
+#else
+    if (!HAS_NEAR_ELEMENT && are_near(elements, slice, pipeline, group)) {
+        RowTerms<false> none;
+        write_deferring<true, true>(slice, pipeline, group, none, [&](float x, float y, DX &input, DY &target, RowTerms<false> &) {
+            const float q = input_of(a, x), p = target_of(a, y);
+            pull_back(a, elements.near(q, p), q, p, grad_out, input, target);
+            return elements.is_near(q, p);
+        }, [&](float x, float y, const Row &, DX &input, DY &target) { differentiate_any(x, y, input, target); },
+                                    [&] { return elements.row; });
+        return;
+    }
+    each_vector<false, true>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
+        Packed<DX> input;
+        Packed<DY> target;
+        each_of<FineElements::AS>([&](int k) {
+            differentiate_any(at(x, k), at(y, k), input.element[k], target.element[k]);
+        }, x, y, input, target);
+        vectors.write(input, target, before);
+    });
+    each_edge(slice, group, at_edge);
+#endif
 }
 #endif
 

@@ -29,12 +29,12 @@ struct LogRatio {
         log_z_diff_low = (float)(found - (double)log_z_diff);
     }
 
-    /* log(p / q) */
+    /* log(p / q); NaN of two -inf */
     INLINE float of(float x, float y) const
     {
         if (IS_16_BIT)
             return fmaf(y - x, inv_temperature, -log_z_diff) - log_z_diff_low;
-        return safe_logit_difference(y, inv_temperature, x, inv_temperature, log_z_diff, log_z_diff_low);
+        return near_logit_ratio(y, y_max, inv_temperature, x, x_max, inv_temperature, log_z_diff, log_z_diff_low);
     }
     /* √(p·q), but for the factor `rest`; the same when x and y are exchanged */
     INLINE float root(float x, float y) const

@@ -39,8 +39,8 @@ INLINE Element without_sum(Element e)
 }
 
 /* What a close row's elements are found by: the log-ratio and one mass (`near_element`). Elements are homogeneous in their masses:
-   with what is upstream in these, gradients need not be multiplied. */
-struct CloseElements {
+   with what is upstream in these, gradients need not be multiplied. SHORT: of a row whose logits' differences are hardly rounded. */
+template <bool SHORT> struct CloseElements {
     Row row;
     GradOut in_masses;
     float factor, whole; /* of masses, and what they sum to */
@@ -59,6 +59,7 @@ struct CloseElements {
         if (!IS_COARSE) {
             row.input_inv_sum_exp = opaque(row.input_inv_sum_exp * factor);
             row.target_inv_sum_exp = opaque(row.target_inv_sum_exp * factor);
+            row.log_z_diff_low = SHORT ? REAL_INFINITY : row.log_z_diff_low;
             shift = 0;
             whole = factor;
             return;
@@ -66,7 +67,7 @@ struct CloseElements {
         row.input_max = opaque(row.input_max - lg2(factor)); /* else both are found again for each vector */
         row.target_max = opaque(row.target_max - lg2(factor));
         row.log_z_diff_high = (float)log_z_diff_of(a, stats);
-        row.log_z_diff_low = 0;
+        row.log_z_diff_low = SHORT ? REAL_INFINITY : 0;
         shift = fast.log_z_diff_high - row.log_z_diff_high + fast.log_z_diff_low;
         whole = HAS_P_LOG_RATIO
             ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) * ex2(fast.target_max - row.target_max)
@@ -87,12 +88,12 @@ struct CloseElements {
 };
 
 /* As `find_near_term` */
-template <bool WRITES, bool LAST, bool SURE>
+template <bool WRITES, bool LAST, bool SHORT, bool SURE>
 INLINE void find_close_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                             const Sums &sums, const Row &fast, GradOut grad_out)
 {
     const Arguments &a = slice.a;
-    const CloseElements elements(a, opaque(stats), fast, grad_out);
+    const CloseElements<SHORT> elements(a, opaque(stats), fast, grad_out);
     const auto own = [&](float q, float p) {
         return elements.is_near(q, p) ? Gradients(elements.near(a, q, p), elements.in_masses)
                                       : Gradients(elements.far(a, q, p, fast), grad_out);
@@ -218,8 +219,14 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     const Arguments &a = slice.a;
     const Row row = row_constants<FAST>(a, stats, sums);
 #if HAS_NEAR_ELEMENT
-    if (is_close || !REFINES_HEAVY)
-        return find_close_term<WRITES, LAST>(found, slice, pipeline, group, stats, sums, row, grad_out);
+    if (is_close || !REFINES_HEAVY) {
+        /* A difference is exact but of logits that are shorter than it: then it is rounded by 2⁻²⁵ of the ratio and of what its like
+           have in common. */
+        const float shared = row.log_z_diff_high;
+        if (!IS_16_BIT && warp_all(shared * shared < 32 * fabsf(sums.term)))
+            return find_close_term<WRITES, LAST, true>(found, slice, pipeline, group, stats, sums, row, grad_out);
+        return find_close_term<WRITES, LAST, false>(found, slice, pipeline, group, stats, sums, row, grad_out);
+    }
 #endif
     if (WRITES)
         differentiate_label(a, pipeline, group, [&](float q, float p) {

@@ -185,7 +185,7 @@ INLINE void wait_tile(const Pipeline &tile)
 
 INLINE void release_stage(const Pipeline &tile, const RowGroup &group)
 {
-    if (CACHES_SLOPES) /* what we wrote there comes before what the next copy writes */
+    if (CACHES_SLOPES || CACHES_DERIVATIVES) /* what we wrote there comes before what the next copy writes */
         fence_proxy_async();
     __syncwarp();
     if (group.thread % 32 == 0)

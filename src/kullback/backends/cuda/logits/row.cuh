@@ -43,12 +43,12 @@ INLINE bool is_well_conditioned(const Sums &sums, float least = MIN_FAST_SUM)
 
 template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
-#if HAS_NEAR_ELEMENT
+#if HAS_FINE
     if (MODE == STABLE && !IS_COARSE) {
-        const FineElements elements(slice.a, stats, {});
-        const Sums sums = elements.serve(slice.a) ? thread_sums_of(elements, slice, pipeline, group)
-                                                  : thread_sums<STABLE>(slice, pipeline, group, stats);
-        return all_reduced(slice.a, pipeline, group, sums);
+        const FineElements elements(slice.a, opaque(stats), {});
+        if (elements.serve(slice.a))
+            return row_sums_of(elements, slice, pipeline, group);
+        return all_reduced(slice.a, pipeline, group, thread_sums<STABLE>(slice, pipeline, group, stats));
     }
 #endif
 #if HAS_SERIES
@@ -66,9 +66,9 @@ template <int MODE> INLINE Sums row_sums(const Slice &slice, Pipeline &pipeline,
 INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                                        const Sums &sums, bool is_sure, GradOut grad_out)
 {
-#if HAS_NEAR_ELEMENT
+#if HAS_FINE
     if (!IS_COARSE) {
-        const FineElements elements(slice.a, stats, sums);
+        const FineElements elements(slice.a, opaque(stats), sums);
         if (!elements.serve(slice.a))
             return write_gradients<STABLE>(slice, pipeline, group, stats, sums, {}, grad_out);
         write_gradients_of(elements, slice, pipeline, group, grad_out);
@@ -425,7 +425,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const float most = is_foreseen ? -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean : REAL_INFINITY;
     const float predicted = PREDICTS_SLOPE ? predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {})) : 0;
     if (!REFINES_HEAVY) {
-        if (most >= MIN_FAST_SUM)
+        if (most >= MIN_FAST_SUM && !(HAS_CORNER && seems_near(slice, group, found.stats)))
             sum_far(slice, pipeline, group, found, predicted);
         return;
     }
@@ -483,20 +483,36 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 {
     /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
        much of it; total_variation has it as it is. */
+    const bool may_be_peaked = HANDLES_PEAKED && !(HAS_FINE && has_one_temperature(slice.a)); /* polynomials' excess is exact */
+    const auto restore = [&] {
+        if (CACHES_DERIVATIVES)
+            reload_row(slice, pipeline, group);
+    };
 #pragma unroll 1
     for (bool again = true; again;) {
         found.sums = row_sums<STABLE>(slice, pipeline, group, found.stats);
-        again = HANDLES_PEAKED && found.stats.correction == 0 && warp_all(seems_peaked(found.sums))
+        again = may_be_peaked && found.stats.correction == 0 && warp_all(seems_peaked(found.sums))
             && align_at_peak(slice, pipeline, group, found.stats);
         if (again)
             continue;
         const float slope = IS_SMOOTH ? fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)) : 0.5f; /* 0 at a tie */
         const float wrong = fabsf(found.sums.q_minus_p) * slope;
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
-        if (again)
+#if HAS_CORNER
+        if (again && warp_all(fabsf(found.sums.q_minus_p) < 1e-3f * found.sums.term)) { /* its square is nothing */
+            found.sums.term = without_excess(found.sums.term, found.sums.d_log_q, found.sums.q_minus_p);
+            found.sums.d_log_p = found.sums.term - found.sums.d_log_q;
+            break;
+        }
+#endif
+        if (again) {
             found.stats.correction = -found.sums.q_minus_p;
+            restore();
+        }
     }
     found.mode = warp_all(is_finite(found.sums)) ? STABLE : SAFE;
+    if (found.mode == SAFE)
+        restore();
 }
 #endif
 
