@@ -294,7 +294,7 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 
 
 def _print_near_element(kind: str, names: dict[str, str]) -> str:
-    """`near_element`, of kinds that are the mean of a log-ratio.
+    """`near_element`, of kinds that are the mean of a log-ratio; and `short_element`, by a shorter one.
 
     Macros say whether there is one, whether the row's Σ d_log_q may be other than 0, and whether it is in masses.
     """
@@ -310,7 +310,8 @@ def _print_near_element(kind: str, names: dict[str, str]) -> str:
         }
     )
     text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
-    return macros + re.sub(r"fast_(element|logit_ratio|small_exp_slope)\b", r"near_\1", text)
+    near = re.sub(r"fast_(element|logit_ratio|small_exp_slope)\b", r"near_\1", text)
+    return macros + near + re.sub(r"near_(element|logit_ratio)\b", r"short_\1", near)
 
 
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:

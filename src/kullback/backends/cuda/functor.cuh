@@ -51,6 +51,7 @@ INLINE Element in_range_element(real x, real y, Row row, Parameters parameters) 
 INLINE Element stable_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element fast_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Element near_element(real x, real y, Row row, Parameters parameters) { return {}; }
+INLINE Element short_element(real x, real y, Row row, Parameters parameters) { return {}; }
 INLINE Finish finish(double total, double tilted_lse, Parameters parameters) { return {}; }
 
 INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters) { return {}; }

@@ -105,14 +105,17 @@ INLINE real fast_logit_ratio(real y, real y_max, real y_scale, real x, real x_ma
 #define NEAR_ELEMENT_RADIUS (IS_COARSE ? 1.0f : 2.5f)
 
 /* Of 16-bit rows `high` alone: centred sums have the square of what is left out. Others' difference is exact: s + rest (Knuth). NaN of
-   two -inf, for the caller to look for. low: infinite where the rest is nothing. */
+   two -inf, for the caller to look for. */
 INLINE real near_logit_ratio(real y, real, real y_scale, real x, real, real, real high, real low)
 {
-    const real s = y - x, ratio = fmaf(s, y_scale, -high);
-    if (IS_16_BIT || low == REAL_INFINITY)
-        return ratio;
-    const real t = s - y, rest = (y - (s - t)) - (x + t);
-    return ratio + fmaf(rest, y_scale, -low);
+    const real s = y - x, t = s - y, rest = (y - (s - t)) - (x + t);
+    return IS_16_BIT ? fmaf(s, y_scale, -high) : fmaf(s, y_scale, -high) + fmaf(rest, y_scale, -low);
+}
+
+/* The same of logits whose difference is hardly rounded */
+INLINE real short_logit_ratio(real y, real, real y_scale, real x, real, real, real high, real)
+{
+    return fmaf(y - x, y_scale, -high);
 }
 
 /* (e^-d - 1 + d) / d up to NEAR_ELEMENT_RADIUS, of minimax polynomials. Where gradients are coarse, what is off grows with d² from

@@ -8,11 +8,12 @@
 namespace kullback {
 
 #if HAS_NEAR_ELEMENT
-/* Whether `near_element` serves an element of a row whose temperatures are equal */
-INLINE bool is_near(const Row &row, float q, float p)
+/* Whether `near_element` serves an element of a row whose temperatures are equal; or `short_element` */
+template <bool SHORT = false> INLINE bool is_near(const Row &row, float q, float p)
 {
-    const float ratio = near_logit_ratio(p, row.target_max, row.target_inv_temperature, q, row.input_max, row.input_inv_temperature,
-                                         row.log_z_diff_high, row.log_z_diff_low);
+    const auto ratio_of = SHORT ? short_logit_ratio : near_logit_ratio;
+    const float ratio = ratio_of(p, row.target_max, row.target_inv_temperature, q, row.input_max, row.input_inv_temperature,
+                                 row.log_z_diff_high, row.log_z_diff_low);
     return fabsf(ratio) < NEAR_ELEMENT_RADIUS;
 }
 

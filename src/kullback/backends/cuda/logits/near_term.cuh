@@ -59,7 +59,6 @@ template <bool SHORT> struct CloseElements {
         if (!IS_COARSE) {
             row.input_inv_sum_exp = opaque(row.input_inv_sum_exp * factor);
             row.target_inv_sum_exp = opaque(row.target_inv_sum_exp * factor);
-            row.log_z_diff_low = SHORT ? REAL_INFINITY : row.log_z_diff_low;
             shift = 0;
             whole = factor;
             return;
@@ -67,16 +66,16 @@ template <bool SHORT> struct CloseElements {
         row.input_max = opaque(row.input_max - lg2(factor)); /* else both are found again for each vector */
         row.target_max = opaque(row.target_max - lg2(factor));
         row.log_z_diff_high = (float)log_z_diff_of(a, stats);
-        row.log_z_diff_low = SHORT ? REAL_INFINITY : 0;
+        row.log_z_diff_low = 0;
         shift = fast.log_z_diff_high - row.log_z_diff_high + fast.log_z_diff_low;
         whole = HAS_P_LOG_RATIO
             ? mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) * ex2(fast.target_max - row.target_max)
             : mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) * ex2(fast.input_max - row.input_max);
     }
-    INLINE bool is_near(float q, float p) const { return kullback::is_near(row, q, p); }
+    INLINE bool is_near(float q, float p) const { return kullback::is_near<SHORT>(row, q, p); }
     INLINE Element near(const Arguments &a, float q, float p) const
     {
-        return without_sum(near_element(q, p, row, a.parameters));
+        return without_sum(SHORT ? short_element(q, p, row, a.parameters) : near_element(q, p, row, a.parameters));
     }
     /* Of masses that are not multiplied. Of elements that are near only one mass is found; the other is to be as theirs. */
     INLINE Element far(const Arguments &a, float q, float p, const Row &fast) const
