@@ -137,6 +137,19 @@ def test_kinds_that_polynomials_serve(rows, kind):
     check(rows, kind, expected_of(rows, kind))
 
 
+def test_jensen_shannon_is_symmetric_to_the_bit(rows):
+    for reduction in ("sum", "none"):
+        found = []
+        for pair in ((rows.x, rows.y), (rows.y, rows.x)):
+            sides = [side.clone().requires_grad_() for side in pair]
+            loss = kullback.divergence(*sides, "jensen_shannon", reduction=reduction)
+            found.append((loss.detach(), *torch.autograd.grad(loss.sum(), sides)))
+        (one, d_x, d_y), (other, e_y, e_x) = found
+        assert torch.equal(one, other)
+        assert torch.equal(d_x, e_x)
+        assert torch.equal(d_y, e_y)
+
+
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jensen_shannon"])
 def test_labels(rows, kind):
     """What gradients are to sum to is then not 0. Where the label is the sure token, and where it is not."""

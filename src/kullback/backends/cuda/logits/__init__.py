@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import struct
 from typing import NamedTuple, TypeAlias
 
@@ -37,9 +38,12 @@ from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, element_at, formula, has_corner, moments_of
 from kullback.work import Rows, Verb
 
-ARGUMENTS = text(HERE / "logits" / "arguments.cuh")
-for _name, _count in (("SERIES_TERMS", TERMS), ("MOST_TERMS", MOST_TERMS), ("MOST_FINE_TERMS", MOST_FLOAT_TERMS)):
-    ARGUMENTS = ARGUMENTS.replace(f"[{_name}]", f"[{_count}]")
+SIZES = {  # of arrays among the arguments
+    "SERIES_TERMS": TERMS,
+    "MOST_TERMS": MOST_TERMS,
+    "MOST_FINE_TERMS": MOST_FLOAT_TERMS,
+}
+ARGUMENTS = re.sub(r"\b[A-Z_]+_TERMS\b", lambda name: str(SIZES[name[0]]), text(HERE / "logits" / "arguments.cuh"))
 OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands", "Setup", "Ranks"))
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
@@ -84,6 +88,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
     factor, least = kind.reverse_kl_factor, kind.least_mean_slope
     macros: dict[str, int | str] = {
         **type_macros(variant.x, variant.y, variant.weight, variant.loss),
+        **SIZES,
         "DX": TYPES[variant.dx],
         "DY": TYPES[variant.dy],
         "INPUT_IS_LOGITS": forms[0] == "logits",
@@ -95,10 +100,8 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "WANT_FIGURES": variant.figures,
         "HAS_PEERS": variant.has_peers,
         "IS_SMOOTH": is_smooth(variant.kind, *forms),
-        "SERIES_TERMS": TERMS,
         "SERIES_RADIUS": f"{RADIUS}f",
         "HAS_CORNER": has_corner(variant.kind),
-        "MOST_TERMS": MOST_TERMS,
         "NEAR_TERMS": variant.near.terms,
         "NEAR_TERM_STEP": variant.near.term_step,
         "NEAR_SLOPE_TERMS": variant.near.slope_terms,
@@ -108,7 +111,6 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "NARROW_SLOPE_TERMS": variant.narrow.slope_terms,
         "NARROW_RADIUS": f"{NARROW.radius}f",
         "SLOPE_FACTOR": f"{SLOPE_FACTOR}f",
-        "MOST_FINE_TERMS": MOST_FLOAT_TERMS,
         "FINE_TERMS": variant.fine.terms,
         "FINE_TERM_STEP": variant.fine.term_step,
         "FINE_DIFFERENCES": variant.fine.differences,

@@ -107,6 +107,7 @@ struct Sums {
     float term = 0, d_log_p = 0, d_log_q = 0;
     float q_minus_p = 0; /* the error of the difference of log-sum-exps, to first order */
     float auxiliary = 0; /* what of the row's loss beside its divergence has been taken off d_log_q (labels.cuh) */
+    float squares = 1;   /* of one side's masses, where that is known */
 };
 
 /* Σ p · slope_p and Σ q · slope_q */

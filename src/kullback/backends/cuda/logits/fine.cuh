@@ -34,6 +34,12 @@ struct FineElements {
     }
     INLINE bool serve(const Arguments &a) const { return warp_all(has_one_temperature(a) && without_sum > 1e-3f); }
     INLINE bool is_near(float q, float p) const { return kullback::is_near(row, q, p); }
+    /* One side's, which is found anyway */
+    INLINE float mass(float q, float p) const
+    {
+        return HAS_P_LOG_RATIO ? stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp)
+                               : stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+    }
     INLINE Element near(float q, float p) const
     {
         Element e = near_element(q, p, near_row, parameters);
@@ -42,7 +48,7 @@ struct FineElements {
     }
     /* Of an element that may be far, what sums are made of, or gradients. Beyond the radius nothing cancels in the fast formula. Both are
        found, for then no element waits for another's branch. */
-    enum { AS = FAST };
+    enum { ANY_MODE = FAST }; /* as which `each_of` takes elements of a vector */
     template <bool OF_SUMS> INLINE Element any(float q, float p) const
     {
         const bool chosen = is_near(q, p);
@@ -87,7 +93,7 @@ struct FineElements {
     }
     INLINE bool serve(const Arguments &) const { return warp_all(has_ratios); }
     INLINE bool is_near(float q, float p) const { return fabsf(log_ratio.of(q, p)) < FINE_RADIUS; }
-    INLINE float input_mass(float q) const
+    INLINE float mass(float q, float) const
     {
         return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
     }
@@ -101,7 +107,7 @@ struct FineElements {
         e.term = product * (r * polynomial_of<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
         e.d_log_q = 0.5f * (e.term + difference);
         e.d_log_p = 0.5f * (e.term - difference);
-        e.input = fmaf(-input_mass(q), row.input_grad_sum, e.d_log_q);
+        e.input = fmaf(-mass(q, p), row.input_grad_sum, e.d_log_q);
         e.target = fmaf(-stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp),
                         row.target_grad_sum, e.d_log_p);
         float sinh = 1 / 92897280.0f; /* 2·sinh(r/2) / r */
@@ -111,7 +117,7 @@ struct FineElements {
         e.q_minus_p = -product * fmaf(sinh, square, 1);
         return e;
     }
-    enum { AS = STABLE };
+    enum { ANY_MODE = STABLE };
     template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, parameters); }
 };
 #endif
@@ -132,30 +138,35 @@ INLINE bool are_near(const FineElements &elements, const Slice &slice, const Pip
 INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
-    Sums sums;
-    const auto add = [&](Sums &sums, const Element &e, float q, float &mass, float &derivative) {
+    struct {
+        float term = 0, of_q = 0, q_minus_p = 0, squares = 0; /* of_q: d_log_q, or by polynomials d_log_q - d_log_p, whose sign is all that
+                                                                 changes when p and q are exchanged */
+    } sums;
+    const auto add = [&](auto &sums, const Element &e, float q, float p, float &mass, float &derivative) {
+        const float one = elements.mass(q, p);
         sums.term += e.term;
-        sums.d_log_q += e.d_log_q;
+        sums.of_q += HAS_NEAR_ELEMENT ? e.d_log_q : e.d_log_q - e.d_log_p;
         sums.q_minus_p += HAS_NEAR_ELEMENT ? 0 : e.q_minus_p;
+        sums.squares = fmaf(one, one, sums.squares);
 #if CACHES_DERIVATIVES
         const float of_cap = INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1;
-        mass = elements.input_mass(q) * of_cap;
+        mass = one * of_cap;
         derivative = e.d_log_q * of_cap;
 #endif
     };
     const auto add_any = [&](float x, float y, float &mass, float &derivative) {
         const float q = input_of(a, x), p = target_of(a, y);
-        add(sums, elements.any<true>(q, p), q, mass, derivative);
+        add(sums, elements.any<true>(q, p), q, p, mass, derivative);
     };
     if (are_near(elements, slice, pipeline, group)) {
         each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
             float masses[WIDTH], derivatives[WIDTH];
-            Sums more = sums;
+            auto more = sums;
             bool all = true;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
                 const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
-                add(more, elements.near(q, p), q, masses[k], derivatives[k]);
+                add(more, elements.near(q, p), q, p, masses[k], derivatives[k]);
                 all &= elements.is_near(q, p);
             }
             if (all)
@@ -176,7 +187,7 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
     } else {
         each_vector<false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int address) {
             Packed<float> masses, derivatives;
-            each_of<FineElements::AS>([&](int k) {
+            each_of<FineElements::ANY_MODE>([&](int k) {
                 add_any(at(x, k), at(y, k), masses.element[k], derivatives.element[k]);
             }, x, y, masses, derivatives);
 #if CACHES_DERIVATIVES
@@ -188,11 +199,16 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
             add_any(to_real(slice.x()[i]), to_real(slice.y()[i]), mass, derivative);
         });
     }
-    float values[] = { sums.term, sums.d_log_q, sums.q_minus_p };
+    float values[] = { sums.term, sums.of_q, sums.q_minus_p, sums.squares };
     row_all_reduce<double>(a, pipeline, group, values, Add());
-    Sums whole = { values[0], values[0] - values[1], values[1], values[2] }; /* d_log_p + d_log_q is the term: Euler's */
-    if (HAS_NEAR_ELEMENT) /* of a log-ratio's mean, centred */
-        whole.q_minus_p = HAS_P_LOG_RATIO ? whole.d_log_q : -whole.d_log_p;
+    const float term = values[0], of_q = values[1];
+    Sums whole = { term, 0.5f * (term - of_q), 0.5f * (term + of_q), values[2] }; /* d_log_p + d_log_q is the term: Euler's */
+    whole.squares = values[3];
+    if (HAS_NEAR_ELEMENT) {
+        whole.d_log_q = of_q;
+        whole.d_log_p = term - of_q;
+        whole.q_minus_p = HAS_P_LOG_RATIO ? of_q : -whole.d_log_p; /* of a log-ratio's mean, centred */
+    }
     return whole;
 }
 
@@ -236,7 +252,7 @@ INLINE void write_gradients_of(const FineElements &elements, const Slice &slice,
     each_vector<false, true>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long before, int) {
         Packed<DX> input;
         Packed<DY> target;
-        each_of<FineElements::AS>([&](int k) {
+        each_of<FineElements::ANY_MODE>([&](int k) {
             differentiate_any(at(x, k), at(y, k), input.element[k], target.element[k]);
         }, x, y, input, target);
         vectors.write(input, target, before);

@@ -450,7 +450,7 @@ INLINE void sum_fast(const Slice &, Pipeline &, RowGroup &, Found &) {}
 /* A row that one token has, but for M: of a loss of M·r² an excess of 3e-6·r·√M would hide what the gradient has, M·r. */
 INLINE bool seems_peaked(const Sums &sums)
 {
-    return sums.q_minus_p * sums.q_minus_p > 1e-11f * fabsf(sums.term) && is_finite(sums);
+    return sums.squares > 0.99999f && sums.q_minus_p * sums.q_minus_p > 1e-11f * fabsf(sums.term) && is_finite(sums);
 }
 
 /* Whether one token has all of both sides but what a float does not show beside 1: the gradient is as small as the rest. Then
@@ -483,7 +483,7 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 {
     /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
        much of it; total_variation has it as it is. */
-    const bool may_be_peaked = HANDLES_PEAKED && !(HAS_FINE && has_one_temperature(slice.a)); /* polynomials' excess is exact */
+    bool may_be_peaked = HANDLES_PEAKED;
     const auto restore = [&] {
         if (CACHES_DERIVATIVES)
             reload_row(slice, pipeline, group);
@@ -491,10 +491,13 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 #pragma unroll 1
     for (bool again = true; again;) {
         found.sums = row_sums<STABLE>(slice, pipeline, group, found.stats);
-        again = may_be_peaked && found.stats.correction == 0 && warp_all(seems_peaked(found.sums))
-            && align_at_peak(slice, pipeline, group, found.stats);
-        if (again)
-            continue;
+        if (may_be_peaked && found.stats.correction == 0 && warp_all(seems_peaked(found.sums))) {
+            may_be_peaked = false;
+            restore();
+            again = align_at_peak(slice, pipeline, group, found.stats) || CACHES_DERIVATIVES;
+            if (again)
+                continue;
+        }
         const float slope = IS_SMOOTH ? fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)) : 0.5f; /* 0 at a tie */
         const float wrong = fabsf(found.sums.q_minus_p) * slope;
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
