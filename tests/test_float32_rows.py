@@ -137,6 +137,39 @@ def test_kinds_that_polynomials_serve(rows, kind):
     check(rows, kind, expected_of(rows, kind))
 
 
+def test_total_variation_of_near_rows(backend, device, generator, monkeypatch, vocab):
+    """Tokens near the tie have the sign of their log-ratio, which what masses sum to beside 1 would change."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    made = {f"{noise} apart, {i}": apart(noise) for noise in (0.0005, 0.003) for i in range(3)}
+    rows = samples.batch(generator, vocab, torch.float32, spread=1.0, **made)
+    rows = rows._replace(x=rows.x.to(device), y=rows.y.to(device))
+    expected, (gradients, _) = expected_of(rows, "total_variation")
+    for row, name in enumerate(rows.names):
+        x = rows.x[row : row + 1].clone().requires_grad_()
+        loss = kullback.divergence(x, rows.y[row : row + 1], "total_variation")
+        assert relative_error(loss, expected[row]) < VALUE, name
+        (mine,) = torch.autograd.grad(loss, x)
+        assert relative_error(mine[0], gradients[row]) < FLOAT_GRADIENT, name
+
+
+@pytest.mark.parametrize("kind", ["hellinger", "jensen_shannon"])
+def test_masses_that_are_no_normal_numbers(backend, device, generator, monkeypatch, kind, vocab):
+    """Tokens of no mass are far, so that all have the stable formula."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    y = 2 * torch.randn(12, vocab, generator=generator)
+    x = y + 0.05 * torch.randn(12, vocab, generator=generator)
+    x = torch.where(y < -3.2, x + 0.4, x).to(device).requires_grad_()
+    leaf = x.detach().double().requires_grad_()
+    truth = oracle.divergence(leaf / 0.1, y.to(device).double() / 0.1, kind, **kinds.parameters(kind))
+    losses = kullback.divergence(x, y.to(device), kind, temperature=0.1, reduction="none", **kinds.parameters(kind))
+    gradients, expected = (torch.autograd.grad(of.sum(), at)[0] for of, at in ((losses, x), (truth, leaf)))
+    for row in range(12):
+        assert relative_error(losses[row], truth[row]) < LOSS
+        assert relative_error(gradients[row], expected[row]) < FARS.get(kind, Far()).gradient
+
+
 def test_jensen_shannon_is_symmetric_to_the_bit(rows):
     for reduction in ("sum", "none"):
         found = []

@@ -191,9 +191,11 @@ INLINE real near_log_mix(real ratio, real a, real b)
 INLINE real fast_step(real x) { return __saturatef(fmaf(x, 1e30f, 0.5f)); }
 INLINE real fast_half_sign(real x) { return fast_step(x) - 0.5f; }
 
+/* A power: a mass that is no normal number has a root that is one. */
 INLINE real stable_logit_sqrt(real x, real row_max, real inv_temperature, real inv_sum_exp)
 {
-    return fast_sqrt(stable_logit_mass(x, row_max, inv_temperature, inv_sum_exp));
+    const real half = 0.5f * mul_rn(row_max, base_2(inv_temperature));
+    return ex2(fmaf(x, 0.5f * base_2(inv_temperature), -half)) * fast_sqrt(inv_sum_exp);
 }
 
 INLINE real stable_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_sum_exp, real x, real x_max, real x_scale,

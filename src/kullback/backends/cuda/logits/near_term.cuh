@@ -220,9 +220,9 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
 #if HAS_NEAR_ELEMENT
     if (is_close || !REFINES_HEAVY) {
         /* A difference is exact but of logits that are shorter than it: then it is rounded by 2⁻²⁵ of the ratio and of what its like
-           have in common. */
+           have in common. Gradients in float32 of sure tokens show that. */
         const float shared = row.log_z_diff_high;
-        if (!IS_16_BIT && warp_all(shared * shared < 32 * fabsf(sums.term)))
+        if (IS_COARSE && !IS_16_BIT && warp_all(shared * shared < 32 * fabsf(sums.term)))
             return find_close_term<WRITES, LAST, true>(found, slice, pipeline, group, stats, sums, row, grad_out);
         return find_close_term<WRITES, LAST, false>(found, slice, pipeline, group, stats, sums, row, grad_out);
     }

@@ -501,13 +501,6 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
         const float slope = IS_SMOOTH ? fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)) : 0.5f; /* 0 at a tie */
         const float wrong = fabsf(found.sums.q_minus_p) * slope;
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
-#if HAS_CORNER
-        if (again && warp_all(fabsf(found.sums.q_minus_p) < 1e-3f * found.sums.term)) { /* its square is nothing */
-            found.sums.term = without_excess(found.sums.term, found.sums.d_log_q, found.sums.q_minus_p);
-            found.sums.d_log_p = found.sums.term - found.sums.d_log_q;
-            break;
-        }
-#endif
         if (again) {
             found.stats.correction = -found.sums.q_minus_p;
             restore();
