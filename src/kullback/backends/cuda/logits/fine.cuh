@@ -134,15 +134,17 @@ INLINE bool are_near(const FineElements &elements, const Slice &slice, const Pip
     return warp_all(warp_sum(far) <= MOST);
 }
 
+/* A thread's. of_q: d_log_q, or by polynomials d_log_q - d_log_p, whose sign is all that changes when p and q are exchanged. */
+struct FineSums {
+    float term = 0, of_q = 0, q_minus_p = 0, squares = 0;
+};
+
 /* The row's sums. Where derivatives are cached, so are masses, each times the derivative of a softcap. */
 INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
-    struct {
-        float term = 0, of_q = 0, q_minus_p = 0, squares = 0; /* of_q: d_log_q, or by polynomials d_log_q - d_log_p, whose sign is all that
-                                                                 changes when p and q are exchanged */
-    } sums;
-    const auto add = [&](auto &sums, const Element &e, float q, float p, float &mass, float &derivative) {
+    FineSums sums;
+    const auto add = [&](FineSums &sums, const Element &e, float q, float p, float &mass, float &derivative) {
         const float one = elements.mass(q, p);
         sums.term += e.term;
         sums.of_q += HAS_NEAR_ELEMENT ? e.d_log_q : e.d_log_q - e.d_log_p;
@@ -161,7 +163,7 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
     if (are_near(elements, slice, pipeline, group)) {
         each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
             float masses[WIDTH], derivatives[WIDTH];
-            auto more = sums;
+            FineSums more = sums;
             bool all = true;
 #pragma unroll
             for (int k = 0; k < WIDTH; k++) {
