@@ -27,7 +27,8 @@ class Far(NamedTuple):
 
 # Totals alone: near rows of a parameter that shorter polynomials do not reach have the fast formula in light tokens.
 TOTALS = {"skew_kl": 2 * LOSS}
-FARS = dict.fromkeys(("kl", "reverse_kl"), Far(0.2, VALUE, 3 * FLOAT_GRADIENT)) | {"chi2": Far(gradient=5e-5)}
+FARS = {kind: Far() for kind in kinds.KINDS}
+FARS |= dict.fromkeys(("kl", "reverse_kl"), Far(0.2, VALUE, 3 * FLOAT_GRADIENT)) | {"chi2": Far(gradient=5e-5)}
 
 
 pytestmark = pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def check(rows, kind, expected, weight=1.0, labels=None, least=0.0, **options):
     least: of the bounds of gradients.
     """
     truth, gradients = expected
-    far = FARS.get(kind, Far())
+    far = FARS[kind]
     asked = labels is not None or bool(options)
     options |= kinds.parameters(kind) | {"row_weight": torch.tensor([weight], device=rows.x.device)}
     some = slice(None) if weight == 1 and not asked else slice(0, None, 3)  # of the rest a part is enough
@@ -167,7 +168,7 @@ def test_masses_that_are_no_normal_numbers(backend, device, generator, monkeypat
     gradients, expected = (torch.autograd.grad(of.sum(), at)[0] for of, at in ((losses, x), (truth, leaf)))
     for row in range(12):
         assert relative_error(losses[row], truth[row]) < LOSS
-        assert relative_error(gradients[row], expected[row]) < FARS.get(kind, Far()).gradient
+        assert relative_error(gradients[row], expected[row]) < FARS[kind].gradient
 
 
 def test_jensen_shannon_is_symmetric_to_the_bit(rows):

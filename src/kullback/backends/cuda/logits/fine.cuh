@@ -66,32 +66,17 @@ struct FineElements {
     }
 };
 #elif HAS_FINE
-/* factors[first] + factors[first + STEP]·r^STEP + ... */
-template <int COUNT, int STEP, typename F> INLINE float polynomial_of(F factor, float r)
-{
-    enum { LAST = (COUNT - 1) / STEP * STEP };
-    const float by = STEP == 2 ? r * r : r;
-    float sum = factor((int)LAST);
-#pragma unroll
-    for (int k = LAST - STEP; k >= 0; k -= STEP)
-        sum = fmaf(sum, by, factor(k));
-    return sum;
-}
-
 /* The same by two polynomials over √(p·q). d_log_q + d_log_p is the term: Euler's. Elements that are far keep the stable formula. */
 struct FineElements {
     const Arguments &a;
     Row row;
     LogRatio log_ratio;
-    Parameters parameters;
-    bool has_ratios;
 
     INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums)
-        : a(a), row(row_constants<STABLE>(a, stats, sums)), log_ratio(a, stats), parameters(a.parameters),
-          has_ratios(has_one_temperature(a) && stats.tilted_lse == 0)
+        : a(a), row(row_constants<STABLE>(a, stats, sums)), log_ratio(a, stats)
     {
     }
-    INLINE bool serve(const Arguments &) const { return warp_all(has_ratios); }
+    INLINE bool serve(const Arguments &) const { return warp_all(has_one_temperature(a) && row.tilted_lse == 0); }
     INLINE bool is_near(float q, float p) const { return fabsf(log_ratio.of(q, p)) < FINE_RADIUS; }
     INLINE float mass(float q, float) const
     {
@@ -100,11 +85,11 @@ struct FineElements {
     INLINE Element near(float q, float p) const
     {
         const float r = log_ratio.of(q, p), product = log_ratio.rest * log_ratio.root(q, p) * r, square = r * r;
-        const float difference = product * polynomial_of<FINE_DIFFERENCES, FINE_DIFFERENCE_STEP>([&](int k) {
+        const float difference = product * polynomial<FINE_DIFFERENCES, FINE_DIFFERENCE_STEP>([&](int k) {
             return fine_difference_factor(a, k);
         }, r);
         Element e;
-        e.term = product * (r * polynomial_of<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
+        e.term = product * (r * polynomial<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
         e.d_log_q = 0.5f * (e.term + difference);
         e.d_log_p = 0.5f * (e.term - difference);
         e.input = fmaf(-mass(q, p), row.input_grad_sum, e.d_log_q);
@@ -118,7 +103,7 @@ struct FineElements {
         return e;
     }
     enum { ANY_MODE = STABLE };
-    template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, parameters); }
+    template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, a.parameters); }
 };
 #endif
 

@@ -5,6 +5,18 @@
 
 namespace kullback {
 
+/* factor(0) + factor(STEP)·r^STEP + ..., of factors below COUNT */
+template <int COUNT, int STEP, typename F> INLINE float polynomial(F factor, float r)
+{
+    enum { LAST = (COUNT - 1) / STEP * STEP };
+    const float by = STEP == 2 ? r * r : r;
+    float sum = factor((int)LAST);
+#pragma unroll
+    for (int k = LAST - STEP; k >= 0; k -= STEP)
+        sum = fmaf(sum, by, factor(k));
+    return sum;
+}
+
 /* Of a row whose temperatures are equal */
 struct LogRatio {
     float half, less; /* of the exponent of √(p·q): half · (x + y) - less */

@@ -13,11 +13,7 @@ namespace kullback {
 template <bool NARROW> INLINE float term_over_root(const Arguments &a, float r)
 {
     enum { TERMS = NARROW ? NARROW_TERMS : NEAR_TERMS };
-    const float step = NEAR_TERM_STEP == 2 ? r * r : r;
-    float sum = near_factor<NARROW>(a, TERMS - NEAR_TERM_STEP);
-#pragma unroll
-    for (int k = TERMS - 2 * NEAR_TERM_STEP; k >= 0; k -= NEAR_TERM_STEP)
-        sum = fmaf(sum, step, near_factor<NARROW>(a, k));
+    const float sum = polynomial<TERMS, NEAR_TERM_STEP>([&](int k) { return near_factor<NARROW>(a, k); }, r);
     return sum * (HAS_CORNER ? r : r * r);
 }
 

@@ -425,7 +425,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const float most = is_foreseen ? -REVERSE_KL_FACTOR * LN2 * term_factor(a, 2) * ratios.mean : REAL_INFINITY;
     const float predicted = PREDICTS_SLOPE ? predicted_slope(a, ratios, row_constants<FAST>(a, found.stats, {})) : 0;
     if (!REFINES_HEAVY) {
-        if (most >= MIN_FAST_SUM && !(HAS_CORNER && seems_near(slice, group, found.stats)))
+        if (most >= MIN_FAST_SUM && !seems_near(slice, group, found.stats))
             sum_far(slice, pipeline, group, found, predicted);
         return;
     }

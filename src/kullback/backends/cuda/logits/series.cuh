@@ -96,11 +96,7 @@ INLINE Sums thread_sums_by_series(const Slice &slice, Pipeline &pipeline, const 
 
 template <int COUNT> INLINE float polynomial(const float (&factors)[COUNT], float r)
 {
-    float sum = factors[COUNT - 1];
-#pragma unroll
-    for (int k = COUNT - 2; k >= 0; k--)
-        sum = fmaf(sum, r, factors[k]);
-    return sum;
+    return polynomial<COUNT, 1>([&](int k) { return factors[k]; }, r);
 }
 
 /* As `write_gradients` */
