@@ -19,7 +19,8 @@ from tests.samples import sample
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dtype, softcap):
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dtype, softcap, others):
     """Views of odd starts and strides, more rows than blocks, in the student's place; NaN all round."""
     problem = Problem("kl", Side("logits", 1.5, softcap), Side("logits"))
     around = torch.full((9, 300), math.nan, dtype=dtype)
@@ -27,12 +28,12 @@ def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dty
     x.copy_(sample("logits", x.shape, generator, dtype))
     ids = torch.stack([torch.randperm(257, generator=generator)[:9] for _ in range(7)])
     ids[2, 4], ids[3] = -1, -1
-    d_gathered = torch.randn(7, 10, generator=generator)
-    d_gathered[4] = 0
-    expected, d_input = torch.empty(7, 10), torch.empty(x.shape, dtype=dtype)
+    d_gathered = torch.randn(7, 9 + others, generator=generator)
+    d_gathered[4], d_gathered[5, 9] = 0, 0
+    expected, d_input = torch.empty(d_gathered.shape), torch.empty(x.shape, dtype=dtype)
     pytorch.run(Gather(problem, x, ids, expected))
     pytorch.run(Scatter(problem, x, ids, expected, d_gathered, d_input))
-    gathered = torch.empty(7, 10)
+    gathered = torch.empty(d_gathered.shape)
     with emulation.emulated(monkeypatch):
         topk.gather(Gather(problem, x, ids, gathered))
         topk.scatter(Scatter(problem, x, ids, gathered, d_gathered, x))

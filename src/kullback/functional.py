@@ -455,8 +455,7 @@ def topk_divergence(
         divergence_weight: what the divergence counts.
         label_weight: what the label's cross-entropy counts.
         z_weight: what the square of the log-sum-exp counts.
-        label_smoothing: which part of a label is spread over all tokens. The row is read, and its gradient written,
-            once more for it.
+        label_smoothing: which part of a label is spread over all tokens.
         row_weight: as of `divergence`.
         reduction: as of `divergence`.
         normalizer: as of `divergence`.
@@ -941,7 +940,7 @@ def topk_row_statistics(
     problem = checks.problem(
         {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
     )
-    gathered = topk.gather(problem, as_rows(counts), rows_of(teacher.ids), has_tail=True)
+    gathered = topk.gather(problem, as_rows(counts), rows_of(teacher.ids), others=1)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
     first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)

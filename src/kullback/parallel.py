@@ -215,7 +215,7 @@ def _gather(work: Gather) -> None:
     parts = all_gather(own, group).to(work.gathered.dtype)
     values = parts[..., :-1] + parts[..., -1:] / problem.input.temperature
     work.gathered[:, :k] = values[..., :k].amax(0)
-    if work.has_tail:
+    if work.others:
         tails = values[..., k]
         work.gathered[:, k] = tails.sum(0) if form == "probs" else tails.logsumexp(0)
     in_torch.drop_rounding(work)

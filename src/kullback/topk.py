@@ -3,7 +3,7 @@
 The student's row is gathered at these tokens. All its other tokens make one more outcome, the tail. A divergence of
 these k + 1 numbers is a small problem like another. Gathering reads the row once, and the gradient is scattered back
 in one pass. A row of logits gives k logits and the log-sum-exp of the others: the softmax of the k + 1 is that of the
-row with its other tokens in one.
+row with its other tokens in one. A smoothed label wants the mean of all logits, which is gathered behind the tail.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from kullback import autograd, backends, collecting, library, parallel
 from kullback import labels as auxiliary
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
-from kullback.backends.pytorch.piece import capped, softcap_grad
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import UNSIGNED, Problem, Side, accumulator, decode, gathered_dtype, kept_dtype
+from kullback.problem import UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
-operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, bool tail) -> Tensor")
+operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, int others) -> Tensor")
 operators.define(
     f"scatter(Tensor input, Tensor ids, Tensor gathered, Tensor d_gathered, str problem, {SCALARS}) -> Tensor"
 )
@@ -119,11 +118,11 @@ def without_empty_rows(gathered: Tensor, absent: Tensor) -> Tensor:
     return torch.where(absent.all(-1, keepdim=True), 0.0, gathered)
 
 
-def gather(problem: Problem, input: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
-    """The input's rows at the ids and, with a tail, all others in one: [rows, k (+ 1)], as they count."""
-    gathered = input.new_empty(input.size(0), ids.size(1) + has_tail, dtype=gathered_dtype(problem, input))
+def gather(problem: Problem, input: Tensor, ids: Tensor, others: int) -> Tensor:
+    """The input's rows at the ids and so many numbers more (`Gather.others`): [rows, k + others], as they count."""
+    gathered = input.new_empty(input.size(0), ids.size(1) + others, dtype=gathered_dtype(problem, input))
     parallel.run(Gather(problem, input, ids, gathered))
-    return gathered if has_tail else in_torch.one_outcome(gathered, ids)
+    return gathered if others else in_torch.one_outcome(gathered, ids)
 
 
 def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
@@ -131,23 +130,20 @@ def run_at_ids(work: Rows, ids: Tensor, negligible: float) -> None:
 
     A gradient of fewer bits than the logits is rounded from one that takes their place.
     """
-    problem, x, less = work.problem, work.input, None
+    problem, x = work.problem, work.input
     if work.figures is not None:
         work.figures.copy_(collecting.figures_of(problem, x, work.row_weight))
         work = work._replace(figures=None)
     if problem.has_auxiliary:
-        less = _spread_of_labels(work) if problem.weights.smoothing and work.d_input is not None else None
         ids, gathered, d_gathered = _run_auxiliary(work, ids, negligible)
     else:
         has_tail = work.target.size(-1) > ids.size(-1)
-        gathered = gather(problem, x, ids, has_tail or is_of_support(problem, has_tail))
+        gathered = gather(problem, x, ids, int(has_tail or is_of_support(problem, has_tail)))
         d_gathered = _run_on_gathered(work, ids, gathered, negligible)
     if work.d_input is not None and d_gathered is not None:
         is_narrow = work.d_input.dtype != x.dtype
         out = x if is_narrow else work.d_input
         parallel.run(Scatter(problem, x, ids, gathered, d_gathered, out))
-        if less is not None:
-            out.sub_(less)
         if is_narrow:
             work.d_input.copy_(x)
 
@@ -169,38 +165,9 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
     return torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
 
 
-def _spread_of_labels(work: Rows) -> Tensor:
-    """What all tokens' gradients have less of smoothed labels: [rows, 1], or with a softcap [rows, vocab]."""
-    problem, x, labels = work.problem, work.input, work.labels
-    upstream = x.new_ones(x.size(0), dtype=kept_dtype(x.dtype))
-    upstream = weighted(upstream, work.row_weight) * work.scale
-    marks = auxiliary.marks(problem, labels, upstream, x.size(1), 0, x.size(1))
-    assert marks.everywhere is not None
-    less = marks.everywhere.unsqueeze(-1) / problem.input.temperature
-    if not problem.input.softcap:
-        return less
-    slope = softcap_grad(capped(x.to(less.dtype), problem.input.softcap), problem.input.softcap)
-    return torch.where(less == 0, 0.0, less * slope)
-
-
-def mean_logit(
-    problem: Problem, input: Tensor, ids: Tensor, labels: Tensor | None, row_weight: Tensor | None
-) -> Tensor | float:
-    """The mean of a row's logits as they count, less what those that are gathered are less; differentiable.
-
-    Rows whose label is not smoothed are not read.
-    """
-    if not (problem.weights.smoothing and problem.weights.label) or labels is None:
-        return 0.0
-    counts = labels >= 0 if row_weight is None else (labels >= 0) & (row_weight != 0)
-    values, dtype = problem.narrow(input), kept_dtype(input.dtype)
-    if problem.input.softcap:  # whose derivative may be NaN, and 0 times that is
-        values = capped(torch.where(counts.unsqueeze(-1), values.to(dtype), 0.0), problem.input.softcap)
-    wide = accumulator(values)
-    mean = values.sum(-1, dtype=wide) / values.size(-1)  # a sum's gradient takes no memory, which a mean's does
-    if not problem.input.softcap:
-        mean = mean - in_torch.reference(values.detach(), ids).squeeze(-1).to(wide)
-    return torch.where(counts, mean.to(dtype) / problem.input.temperature, 0.0)
+def others_of(problem: Problem) -> int:
+    """What is gathered beside the ids of losses that are more than divergences: of smoothed labels the mean, too."""
+    return 2 if problem.weights.smoothing and problem.weights.label else 1
 
 
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -208,19 +175,20 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     problem, x, labels, weights = work.problem, work.input, work.labels, work.problem.weights
     teacher = Teacher(ids, problem, negligible, work.target.size(-1) > ids.size(-1))
     wide, k = with_labels(ids, labels), ids.size(-1)
-    gathered, offset = gather(problem, x, wide, True), offset_of(problem, x, wide)
+    gathered, offset = gather(problem, x, wide, others_of(problem)), offset_of(problem, x, wide)
     upstream = gathered.new_ones(x.size(0)) if work.row_weight is None else work.row_weight.to(gathered.dtype)
     gathered = torch.where((upstream == 0).unsqueeze(-1), 0.0, gathered)
-    at_teacher, at_label = without_label(teacher, gathered), is_label(wide, labels)
+    outcomes, mean = gathered.tensor_split([k + 2], -1)
+    at_teacher, at_label = without_label(teacher, outcomes), is_label(wide, labels)
     losses = gathered.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
     of_divergence = work._replace(scale=work.scale * weights.divergence, loss=losses, total=None)
     d_teacher = _run_on_gathered(of_divergence, ids, at_teacher, negligible)
-    lse = log_sum(gathered)
+    lse = log_sum(outcomes)
     total_lse = lse.squeeze(-1) + offset
     if losses is not None:
-        logit = torch.where(at_label, gathered[:, :-1], 0.0).sum(-1)
-        mean = mean_logit(problem, x, wide, labels, work.row_weight)
-        more = auxiliary.losses(problem, torch.zeros_like(losses), lse.squeeze(-1), labels, logit, mean, offset)
+        logit = torch.where(at_label, outcomes[:, :-1], 0.0).sum(-1)
+        of_z = torch.zeros_like(losses)
+        more = auxiliary.losses(problem, of_z, lse.squeeze(-1), labels, logit, mean.sum(-1), offset)
         losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)
@@ -228,20 +196,20 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
             work.total.copy_(losses.sum() * work.scale)
     if d_teacher is None:
         return wide, gathered, None
-    d_gathered = torch.nn.functional.pad(d_teacher[:, :k], (0, 2))
+    d_outcomes = torch.nn.functional.pad(d_teacher[:, :k], (0, 2))
     if at_teacher.size(-1) > k:  # the tail's, shared between the label and the others
-        d_gathered[:, k:] = d_teacher[:, k:] * (gathered[:, k:] - log_sum(gathered[:, k:])).nan_to_num().exp()
+        d_outcomes[:, k:] = d_teacher[:, k:] * (outcomes[:, k:] - log_sum(outcomes[:, k:])).nan_to_num().exp()
     upstream = upstream * work.scale
     factor = auxiliary.mass_factor(problem, total_lse, labels) * upstream
-    d_gathered += factor.unsqueeze(-1) * (gathered - lse).nan_to_num().exp()
-    of_label = upstream * weights.label * (1 - weights.smoothing)
-    d_gathered[:, :-1] -= torch.where(at_label, of_label.unsqueeze(-1), 0.0)
-    return wide, gathered, d_gathered
+    d_outcomes += factor.unsqueeze(-1) * (outcomes - lse).nan_to_num().exp()
+    of_label = torch.where(auxiliary.counts(labels, upstream), upstream * weights.label, 0.0).unsqueeze(-1)
+    d_outcomes[:, :-1] -= torch.where(at_label, of_label * (1 - weights.smoothing), 0.0)
+    return wide, gathered, torch.cat([d_outcomes, -weights.smoothing * of_label.expand_as(mean)], -1)
 
 
-def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
+def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, others: int) -> Tensor:
     decoded = decode(problem, as_numbers(scalars, symbols))
-    gathered = gather(decoded, decoded.narrow(as_rows(input)), ids.reshape(-1, ids.size(-1)), tail)
+    gathered = gather(decoded, decoded.narrow(as_rows(input)), ids.reshape(-1, ids.size(-1)), others)
     return gathered.view(*ids.shape[:-1], gathered.size(-1))
 
 
@@ -291,9 +259,9 @@ def _(values: Tensor, indices: Tensor, skipped: Tensor | None, problem: str, *ar
 
 
 @torch.library.register_fake("kullback::gather", lib=operators)
-def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, tail: bool) -> Tensor:
+def _(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, others: int) -> Tensor:
     dtype = gathered_dtype(decode(problem), input)
-    return input.new_empty((*ids.shape[:-1], ids.size(-1) + int(tail)), dtype=dtype)
+    return input.new_empty((*ids.shape[:-1], ids.size(-1) + others), dtype=dtype)
 
 
 @torch.library.register_fake("kullback::scatter", lib=operators)
@@ -371,13 +339,13 @@ class GatherRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(input: Tensor, ids: Tensor, problem: Problem, tail: bool) -> Tensor:
+    def forward(input: Tensor, ids: Tensor, problem: Problem, others: int) -> Tensor:
         scalars = as_arguments(problem.scalars)
-        gathered: Tensor = torch.ops.kullback.gather.default(input, ids, problem.key, *scalars, tail)
+        gathered: Tensor = torch.ops.kullback.gather.default(input, ids, problem.key, *scalars, others)
         return gathered
 
     @staticmethod
-    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Problem, bool], output: Tensor) -> None:
+    def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Problem, int], output: Tensor) -> None:
         input, ids, ctx.problem, _ = inputs
         ctx.save_for_backward(input, ids, output)
 
@@ -409,13 +377,13 @@ class ScatterRows(torch.autograd.Function):
         problem, (input, ids, gathered, d_gathered) = ctx.problem, ctx.saved_tensors
         if problem.shard.group:
             raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
-        rows, upstream, has_tail = problem.narrow(input), problem.narrow(grad_out), gathered.size(-1) > ids.size(-1)
+        rows, upstream = problem.narrow(input), problem.narrow(grad_out)
         # Rows that hold no numbers and did not count have no gradient of any order.
         are_none = gathered.isnan() | (gathered == math.inf)
         is_garbage = are_none.any(-1, keepdim=True) | (gathered == -math.inf).all(-1, keepdim=True)
         is_unread = is_garbage & (d_gathered == 0).all(-1, keepdim=True)
         rows = torch.where(is_unread, 0.0, rows)
-        d_rows, d_d_gathered = in_torch.scattered_again(problem, rows, ids, has_tail, d_gathered, upstream)
+        d_rows, d_d_gathered = in_torch.scattered_again(problem, rows, ids, d_gathered, upstream)
         d_input = torch.nn.functional.pad(d_rows, (0, input.size(-1) - d_rows.size(-1)))
         return d_input, None, None, d_d_gathered, None
 
@@ -442,7 +410,7 @@ autograd.differentiated(
 def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
     has_tail = teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)
-    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, has_tail)
+    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, int(has_tail))
     return _of_gathered(teacher, operands, gathered)
 
 
@@ -472,15 +440,15 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
         form = problem.input.form
         return rows + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
     wide = with_labels(teacher.ids, labels)
-    gathered: Tensor = GatherRows.apply(input, wide, problem, True)
+    gathered: Tensor = GatherRows.apply(input, wide, problem, others_of(problem))
     if row_weight is not None:
         gathered = torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)
-    small = _of_gathered(teacher, operands, without_label(teacher, gathered))
-    lse = log_sum(gathered).squeeze(-1)
-    logit = torch.where(is_label(wide, labels), gathered[..., :-1], 0.0).sum(-1)
+    outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
+    small = _of_gathered(teacher, operands, without_label(teacher, outcomes))
+    lse = log_sum(outcomes).squeeze(-1)
+    logit = torch.where(is_label(wide, labels), outcomes[..., :-1], 0.0).sum(-1)
     offset = offset_of(problem, input, wide)
-    mean = mean_logit(problem, input, wide, labels, row_weight)
-    more = auxiliary.losses(problem, torch.zeros_like(lse), lse, labels, logit, mean, offset)
+    more = auxiliary.losses(problem, torch.zeros_like(lse), lse, labels, logit, mean.sum(-1), offset)
     return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
 
 

@@ -215,18 +215,22 @@ class Entries(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """A row at its ids, none where one is -1, and all other elements in one; as they count (tempered, capped)."""
+    """A row at its ids, none where one is -1; all other elements in one; the mean of all.
+
+    Elements are as they count: tempered, capped.
+    """
 
     problem: Problem
     input: Tensor  # [rows, vocab]
     ids: Tensor  # [rows, k], distinct or -1
-    gathered: Tensor  # [rows, k (+ 1)], to be written; with one column more the tail
+    gathered: Tensor  # [rows, k + others], to be written
     target: Tensor | None = None  # [rows, k + 1]: its tail, if no more than `negligible`, may be nothing but rounding
     negligible: float = 0.0
 
     @property
-    def has_tail(self) -> bool:
-        return self.gathered.size(1) > self.ids.size(1)
+    def others(self) -> int:
+        """Columns behind those of ids: none, one for the tail, and of rows of logits a second for the mean."""
+        return self.gathered.size(1) - self.ids.size(1)
 
     @property
     def first_tensor(self) -> Tensor:
@@ -244,8 +248,9 @@ class Scatter(NamedTuple):
     d_input: Tensor  # [rows, vocab], to be written; may be the input
 
     @property
-    def has_tail(self) -> bool:
-        return self.gathered.size(1) > self.ids.size(1)
+    def others(self) -> int:
+        """As of `Gather`"""
+        return self.gathered.size(1) - self.ids.size(1)
 
     @property
     def first_tensor(self) -> Tensor:

@@ -1,4 +1,4 @@
-/* A row at a few of its elements, its ids, and all others in one (the tail); and the gradient back from there.
+/* A row at a few of its elements, its ids, with all others in one (the tail) and the mean of all; and the gradient back from there.
    Macros: X (element type), LOAD_X, STORE_X, IS_LOGITS, IS_PROBS, IS_CAPPED. Ids are distinct, or -1. */
 
 #include <stdlib.h>
@@ -10,7 +10,7 @@ enum { SPAN = 256 };
 typedef struct {
     const X *x;
     const int64_t *ids;     /* [rows, k] */
-    real *gathered;         /* [rows, width]: k, and with a tail one more */
+    real *gathered;         /* [rows, width]: k, and the tail, and the mean (work.Gather) */
     const real *d_gathered; /* [rows, width] */
     X *d_input;             /* may be x */
     int64_t rows, vocab, k, width, x_stride, d_input_stride;
@@ -50,15 +50,25 @@ INLINE real counted_grad(real value, Counting c)
 
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
 
-/* A row as it counts, without its ids */
-NOINLINE static void copy_others(const X *x, const int64_t *ids, int64_t k, real *others, int64_t n, Counting c)
+NOINLINE static void copy_counted(const X *x, real *values, int64_t n, Counting c)
 {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        others[i] = counted(x[i], c);
-    for (int64_t j = 0; j < k; j++)
-        if (ids[j] >= 0)
-            others[ids[j]] = NOTHING;
+        values[i] = counted(x[i], c);
+}
+
+NOINLINE static double mean_of(const real *values, int64_t n)
+{
+    double total = 0;
+    for (int64_t start = 0; start < n; start += SPAN) {
+        const int64_t end = start + SPAN < n ? start + SPAN : n;
+        real part = 0;
+#pragma omp simd reduction(+: part)
+        for (int64_t i = start; i < end; i++)
+            part += values[i];
+        total += part;
+    }
+    return total / (double)n;
 }
 
 NOINLINE static double tail_of(const real *others, int64_t n)
@@ -85,24 +95,24 @@ NOINLINE static double tail_of(const real *others, int64_t n)
     return IS_PROBS ? total : (double)top + log(total);
 }
 
-/* Of all elements; ids are written over */
-NOINLINE static void scatter_tail(const X *x, X *out, int64_t n, Counting c, real tail, real d_tail)
+/* Of all elements; ids are written over. d_each: what each has of the mean's */
+NOINLINE static void scatter_others(const X *x, X *out, int64_t n, Counting c, real tail, real d_tail, real d_each)
 {
     const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         const real value = counted(x[i], c);
-        out[i] = STORE_X(IS_PROBS ? d_tail : d_tail * (safe_exp(value - lse) * counted_grad(value, c)));
+        out[i] = STORE_X(IS_PROBS ? d_tail : (d_tail * safe_exp(value - lse) + d_each) * counted_grad(value, c));
     }
 }
 
 void kullback_gather(const Arguments *a)
 {
     const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
-    const int has_tail = a->width > a->k;
+    const int has_tail = a->width > a->k, has_mean = a->width > a->k + 1;
 #pragma omp parallel num_threads(a->threads)
     {
-        real *others = has_tail ? malloc((size_t)a->vocab * sizeof *others) : NULL;
+        real *values = has_tail ? malloc((size_t)a->vocab * sizeof *values) : NULL;
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a->rows; row++) {
             const X *x = a->x + row * a->x_stride;
@@ -112,18 +122,23 @@ void kullback_gather(const Arguments *a)
             for (int64_t j = 0; j < a->k; j++)
                 gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], c);
             if (has_tail) {
-                copy_others(x, ids, a->k, others, a->vocab, c);
-                gathered[a->k] = (real)tail_of(others, a->vocab);
+                copy_counted(x, values, a->vocab, c);
+                if (has_mean)
+                    gathered[a->k + 1] = (real)mean_of(values, a->vocab);
+                for (int64_t j = 0; j < a->k; j++)
+                    if (ids[j] >= 0)
+                        values[ids[j]] = NOTHING;
+                gathered[a->k] = (real)tail_of(values, a->vocab);
             }
         }
-        free(others);
+        free(values);
     }
 }
 
 void kullback_scatter(const Arguments *a)
 {
     const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
-    const int has_tail = a->width > a->k;
+    const int has_tail = a->width > a->k, has_mean = a->width > a->k + 1;
     ask_for_large_pages(a->d_input, (int64_t)sizeof(X) * a->rows * a->vocab);
 #pragma omp parallel for schedule(static) num_threads(a->threads)
     for (int64_t row = 0; row < a->rows; row++) {
@@ -134,14 +149,15 @@ void kullback_scatter(const Arguments *a)
         const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
         const real tail = has_tail ? gathered[a->k] : (real)0;
         const real d_tail = has_tail ? d_gathered[a->k] : (real)0;
-        if (d_tail == 0)
+        const real d_each = has_mean ? d_gathered[a->k + 1] / (real)a->vocab : (real)0;
+        if (d_tail == 0 && d_each == 0)
             memset(out, 0, (size_t)a->vocab * sizeof(X));
         else
-            scatter_tail(x, out, a->vocab, c, tail, d_tail);
+            scatter_others(x, out, a->vocab, c, tail, d_tail, d_each);
         for (int64_t j = 0; j < a->k; j++)
             if (ids[j] >= 0) {
-                const real slope = counted_grad(gathered[j], c);
-                out[ids[j]] = STORE_X(d_gathered[j] == 0 ? (real)0 : d_gathered[j] * slope);
+                const real own = d_gathered[j] + d_each, slope = counted_grad(gathered[j], c);
+                out[ids[j]] = STORE_X(own == 0 ? (real)0 : own * slope);
             }
     }
 }

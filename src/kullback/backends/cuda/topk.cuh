@@ -1,5 +1,5 @@
-/* A row at a few of its elements, its ids, and all others in one (the tail); and the gradient back from there. A block
-   takes a row; which elements are among the ids is told by a bit each, in shared memory. Ids are distinct, or -1. */
+/* A row at a few of its elements, its ids, with all others in one (the tail) and the mean of all; and the gradient back from there.
+   A block takes a row; which elements are among the ids is told by a bit each, in shared memory. Ids are distinct, or -1. */
 #pragma once
 
 #include "cuda/softmax.cuh"
@@ -60,6 +60,15 @@ INLINE real reference_of(const X *x, const long long *ids, long long k)
     return safe_abs(largest) < REAL_INFINITY ? largest : (real)0;
 }
 
+INLINE real sum_of(const real (&values)[WIDTH])
+{
+    real sum = values[0];
+#pragma unroll
+    for (int j = 1; j < WIDTH; j++)
+        sum += values[j];
+    return sum;
+}
+
 /* log Σ exp of a few logarithms; of probabilities' */
 INLINE real few_lse(const real *values, long long k, bool are_probs)
 {
@@ -97,6 +106,9 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 {
     const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap, scale = exponent_scale(inverse);
     __shared__ SoftmaxStats parts[WARPS];
+#if HAS_MEAN
+    __shared__ double totals[WARPS];
+#endif
     const bool has_tail = width > k;
     if (has_tail)
         clear_marks(vocab);
@@ -114,6 +126,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         mark(own, k, head, true);
         __syncthreads();
         SoftmaxStats sum = { -REAL_INFINITY, 0 };
+        real total = 0; /* of all; found where it is wanted */
         const X *aligned = from + head;
         for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
             Packed<X> loaded[UNROLL];
@@ -129,6 +142,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 #pragma unroll
                     for (int j = 0; j < WIDTH; j++)
                         values[j] = counted(at(loaded[u], j), cap, reference);
+                    total += sum_of(values);
                     if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
 #pragma unroll
                         for (int j = 0; j < WIDTH; j++)
@@ -139,8 +153,10 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         const long long edges = vocab - vectors * WIDTH;
         for (long long i = threadIdx.x; i < edges; i += THREADS) {
             const long long end = i < head ? i : i + vectors * WIDTH;
-            const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : counted(to_real(from[end]), cap, reference);
+            const real own_value = counted(to_real(from[end]), cap, reference);
+            const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : own_value;
             add<1>(sum, &value, scale);
+            total += own_value;
         }
 #pragma unroll
         for (int step = WARP / 2; step; step /= 2) {
@@ -149,6 +165,11 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         }
         if (threadIdx.x % WARP == 0)
             parts[threadIdx.x / WARP] = sum;
+#if HAS_MEAN
+        const double of_warp = warp_sum((double)total);
+        if (threadIdx.x % WARP == 0)
+            totals[threadIdx.x / WARP] = of_warp;
+#endif
         __syncthreads();
         if (threadIdx.x == 0) {
             for (int w = 1; w < WARPS; w++)
@@ -158,6 +179,12 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             const real lse = infinite ? sum.max : against(sum.max) * inverse + safe_log(sum.sum_exp);
             const real tail = IS_PROBS ? sum.sum_exp : lse;
             gathered[row * width + k] = tail;
+#if HAS_MEAN
+            double whole = 0;
+            for (int w = 0; w < WARPS; w++)
+                whole += totals[w];
+            gathered[row * width + k + 1] = (real)(whole * (double)inverse / (double)vocab);
+#endif
             if (target && target[row * width + k] <= (real)negligible)
                 drop_rounding(gathered + row * width, target + row * width, k, is_tempered);
         }
@@ -166,12 +193,13 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
     }
 }
 
-/* The gradient of an element outside the ids */
-INLINE real tail_grad(real x, real inv_temperature, real softcap, real reference, real tail, real d_tail)
+/* The gradient of an element outside the ids. d_each: what each has of the mean's */
+INLINE real other_grad(real x, real inv_temperature, real softcap, real reference, real tail, real d_tail, real d_each)
 {
     if (IS_PROBS)
         return d_tail;
-    const real value = counted(x, softcap, reference), part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail)));
+    const real value = counted(x, softcap, reference);
+    const real part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail))) + d_each;
     return IS_LOGITS ? part * counted_grad(value * inv_temperature, inv_temperature, softcap) : part;
 }
 
@@ -181,25 +209,22 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
                  long long d_input_stride, double inv_temperature, double softcap)
 {
     const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap;
-    const bool has_tail = width > k;
-    if (has_tail)
-        clear_marks(vocab);
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const X *from = x + row * x_stride;
         X *to = d_input + row * d_input_stride;
         const long long *own = ids + row * k;
         const real reference = reference_of(from, own, k);
-        const real tail = has_tail ? against(gathered[row * width + k]) : (real)0;
-        const real d_tail = has_tail ? d_gathered[row * width + k] : (real)0;
+        const real tail = width > k ? against(gathered[row * width + k]) : (real)0;
+        const real d_tail = width > k ? d_gathered[row * width + k] : (real)0;
+        const real d_each = HAS_MEAN ? d_gathered[row * width + k + 1] / (real)vocab : (real)0;
+        const bool is_none = d_tail == 0 && d_each == 0; /* then the row is not read */
+        const auto grad_of = [&](real value) { return other_grad(value, inverse, cap, reference, tail, d_tail, d_each); };
         const long long head = head_of(to, vocab);
-        if (d_tail != 0)
-            mark(own, k, head, true);
-        __syncthreads();
         const bool in_phase = head_of(from, vocab) == head;
         const long long vectors = in_phase ? (vocab - head) / WIDTH : 0;
         for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
             Packed<X> values[UNROLL] = {};
-            if (d_tail != 0)
+            if (!is_none)
 #pragma unroll
                 for (int u = 0; u < UNROLL; u++)
                     if (v + u * THREADS < vectors)
@@ -207,39 +232,24 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
                 if (v + u * THREADS < vectors) {
-                    const long long first = head + (v + u * THREADS) * WIDTH;
-                    if (d_tail != 0) {
-                        const unsigned among = marks_at(bit_of(first, head));
-                        real parts[WIDTH];
+                    if (!is_none)
 #pragma unroll
                         for (int j = 0; j < WIDTH; j++)
-                            parts[j] = tail_grad(at(values[u], j), inverse, cap, reference, tail, d_tail);
-                        if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
-#pragma unroll
-                            for (int j = 0; j < WIDTH; j++)
-                                parts[j] = among >> j & 1 ? (real)0 : parts[j];
-#pragma unroll
-                        for (int j = 0; j < WIDTH; j++)
-                            values[u].element[j] = rounded<X>(parts[j]);
-                    }
-                    store(to + first, values[u]);
+                            values[u].element[j] = rounded<X>(grad_of(at(values[u], j)));
+                    store(to + head + (v + u * THREADS) * WIDTH, values[u]);
                 }
         }
         const long long scalars = vocab - vectors * WIDTH;
         for (long long i = threadIdx.x; i < scalars; i += THREADS) {
             const long long end = i < head ? i : i + vectors * WIDTH;
-            const bool none = d_tail == 0 || marks_at(bit_of(end, head)) & 1;
-            to[end] = rounded<X>(none ? (real)0 : tail_grad(to_real(from[end]), inverse, cap, reference, tail, d_tail));
+            to[end] = rounded<X>(is_none ? (real)0 : grad_of(to_real(from[end])));
         }
-        __syncthreads();
+        __syncthreads(); /* ids are written over what their elements have by now */
         for (long long j = threadIdx.x; j < k; j += THREADS)
             if (own[j] >= 0) {
-                const real d = d_gathered[row * width + j];
+                const real d = d_gathered[row * width + j] + d_each;
                 to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * counted_grad(gathered[row * width + j], inverse, cap));
             }
-        if (d_tail != 0)
-            mark(own, k, head, false);
-        __syncthreads();
     }
 }
 

@@ -39,13 +39,14 @@ def why_not(work: Entries | Gather | Scatter) -> str | None:
     return None
 
 
-def source(x: torch.dtype, form: str, capped: bool) -> str:
+def source(x: torch.dtype, form: str, capped: bool, has_mean: bool = False) -> str:
     """The whole CUDA file of `gather` and `scatter`."""
     macros: dict[str, int | str] = {
         **type_macros(x, x),
         "IS_LOGITS": form == "logits",
         "IS_PROBS": form == "probs",
         "IS_CAPPED": capped,
+        "HAS_MEAN": has_mean,
         "THREADS": THREADS,
         "WIDTH": plan.width(x, x),
         "UNROLL": UNROLL,
@@ -55,20 +56,20 @@ def source(x: torch.dtype, form: str, capped: bool) -> str:
 
 @functools.cache
 @remember_failures
-def _launcher(name: str, x: torch.dtype, form: str, capped: bool, index: int, shared: int) -> Launcher:
-    return Launcher(source(x, form, capped), f"kullback_{name}", index, THREADS, shared=shared)
+def _launcher(name: str, x: torch.dtype, form: str, capped: bool, has_mean: bool, index: int, shared: int) -> Launcher:
+    return Launcher(source(x, form, capped, has_mean), f"kullback_{name}", index, THREADS, shared=shared)
 
 
-def _prepared(name: str, work: Gather | Scatter) -> Launcher:
+def _prepared(name: str, work: Gather | Scatter, shared: int) -> Launcher:
     side, x = work.problem.input, work.input
     capped = side.form == "logits" and side.softcap != 0
-    return _launcher(name, x.dtype, side.form, capped, x.device.index, _marks(x.size(1)))
+    return _launcher(name, x.dtype, side.form, capped, work.others > 1, x.device.index, shared)
 
 
 def gather(work: Gather) -> None:
     side, x, ids = work.problem.input, work.input, work.ids.contiguous()
     if x.size(0):
-        _prepared("gather", work)(
+        _prepared("gather", work, _marks(x.size(1)))(
             x.size(0),
             *GatherArguments(
                 x=x.data_ptr(),
@@ -91,7 +92,7 @@ def gather(work: Gather) -> None:
 def scatter(work: Scatter) -> None:
     side, x, ids = work.problem.input, work.input, work.ids.contiguous()
     if x.size(0):
-        _prepared("scatter", work)(
+        _prepared("scatter", work, 0)(
             x.size(0),
             *ScatterArguments(
                 x=x.data_ptr(),

@@ -55,20 +55,23 @@ def entries(
 
 def gather(work: Gather) -> None:
     for rows in _chunks(work.input):
-        work.gathered[rows] = gathered(work.problem, work.input[rows], work.ids[rows], work.has_tail)
+        work.gathered[rows] = gathered(work.problem, work.input[rows], work.ids[rows], work.others)
     drop_rounding(work)
 
 
-def gathered(problem: Problem, x: Tensor, ids: Tensor, has_tail: bool) -> Tensor:
-    """[rows, k (+ 1)]: what rows are at their ids, and what all others have together."""
+def gathered(problem: Problem, x: Tensor, ids: Tensor, others: int) -> Tensor:
+    """[rows, k + others]: what rows are at their ids; what all others have together; and the mean of all."""
     form, values = problem.input.form, _counted(problem, x, ids)
     nothing = none_of(form)
     at_ids = torch.where(ids < 0, nothing, values.gather(-1, ids.clamp(min=0)))
-    if not has_tail:
+    if not others:
         return at_ids
-    others = torch.where(_marked(ids, values.size(-1)), nothing, values)
-    tail = others.sum(-1) if form == "probs" else others.logsumexp(-1)
-    return torch.cat([at_ids, tail.unsqueeze(-1)], -1)
+    rest = torch.where(_marked(ids, values.size(-1)), nothing, values)
+    columns = [at_ids, (rest.sum(-1) if form == "probs" else rest.logsumexp(-1)).unsqueeze(-1)]
+    if others > 1:
+        total = values.sum(-1, keepdim=True, dtype=accumulator(values))
+        columns.append((total / values.size(-1)).to(values.dtype))
+    return torch.cat(columns, -1)
 
 
 def drop_rounding(work: Gather) -> None:
@@ -79,26 +82,27 @@ def drop_rounding(work: Gather) -> None:
 
 def scatter(work: Scatter) -> None:
     for rows in _chunks(work.input):
-        tail = work.gathered[rows, work.ids.size(1) :]
-        work.d_input[rows] = scattered(work.problem, work.input[rows], work.ids[rows], tail, work.d_gathered[rows])
+        others = work.gathered[rows, work.ids.size(1) :]
+        work.d_input[rows] = scattered(work.problem, work.input[rows], work.ids[rows], others, work.d_gathered[rows])
 
 
-def scattered(problem: Problem, x: Tensor, ids: Tensor, tail: Tensor, d_gathered: Tensor) -> Tensor:
-    """The gradient in rows, from that in what was gathered of them, of which `tail` is the last if it is there."""
+def scattered(problem: Problem, x: Tensor, ids: Tensor, others: Tensor, d_gathered: Tensor) -> Tensor:
+    """The gradient in rows, from that in what was gathered of them, of which `others` are not at ids."""
     side, vocab = problem.input, x.size(-1)
     values = _counted(problem, x, ids)
     gradient = torch.zeros_like(values)
-    if tail.size(-1):
-        d_tail = d_gathered[..., ids.size(-1) :]
+    at_ids, d_tail, d_mean = d_gathered.tensor_split([ids.size(-1), ids.size(-1) + 1], -1)
+    if others.size(-1):
+        tail = others[..., :1]
         shares: Tensor | float = (
             1.0 if side.form == "probs" else torch.exp(values - torch.where(tail == -math.inf, 0.0, tail))
         )
         gradient = torch.where(d_tail == 0, 0.0, shares * d_tail).expand_as(values)
     # A last column takes what belongs to no token.
     columns = torch.where(ids < 0, vocab, ids)
-    gradient = torch.nn.functional.pad(gradient, (0, 1)).scatter(-1, columns, d_gathered[..., : ids.size(-1)])[
-        ..., :vocab
-    ]
+    gradient = torch.nn.functional.pad(gradient, (0, 1)).scatter(-1, columns, at_ids)[..., :vocab]
+    if d_mean.size(-1):
+        gradient = gradient + d_mean / vocab
     if side.form != "logits":
         return gradient
     slope = softcap_grad(values * side.temperature, side.softcap) / side.temperature
@@ -106,13 +110,14 @@ def scattered(problem: Problem, x: Tensor, ids: Tensor, tail: Tensor, d_gathered
 
 
 def scattered_again(
-    problem: Problem, x: Tensor, ids: Tensor, has_tail: bool, d_gathered: Tensor, upstream: Tensor
+    problem: Problem, x: Tensor, ids: Tensor, d_gathered: Tensor, upstream: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `scattered` in the rows, which the tail is of too, and in `d_gathered`."""
+    k = ids.size(-1)
 
     def formula(x: Tensor, d_gathered: Tensor) -> Tensor:
-        tail = gathered(problem, x, ids, has_tail)[..., ids.size(-1) :]
-        return scattered(problem, x, ids, tail, d_gathered)
+        others = gathered(problem, x, ids, d_gathered.size(-1) - k)[..., k:]
+        return scattered(problem, x, ids, others, d_gathered)
 
     return torch.func.vjp(formula, x, d_gathered)[1](upstream)  # type: ignore[no-any-return]
 
