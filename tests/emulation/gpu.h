@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstring>
 #include <cstdio>
@@ -35,8 +36,8 @@ struct Copy { uint4 *to; const uint4 *from; };
 using Copies = std::vector<Copy>;
 
 struct Block {
-    ucontext_t fibers[MOST_THREADS];
-    bool done[MOST_THREADS];
+    jmp_buf fibers[MOST_THREADS];
+    bool has_fiber[MOST_THREADS], done[MOST_THREADS];
     Barrier whole, of_lanes[MOST_THREADS], named[16];
     unsigned long long slots[MOST_THREADS];
     Copies asked_for[MOST_THREADS];
@@ -44,7 +45,7 @@ struct Block {
     alignas(128) unsigned char shared[232448];
 };
 
-static ucontext_t host;
+static jmp_buf host;
 static char *stacks;
 static Block blocks[MOST_BLOCKS]; /* of the cluster */
 static int rank, current, cluster, threads; /* the block that runs, its thread; blocks of a cluster, threads of a block */
@@ -62,7 +63,11 @@ static uint4 *vector_at(int address)
     return (uint4 *)(own().shared + address - BASE);
 }
 
-static void yield() { swapcontext(&own().fibers[current], &host); }
+static void yield()
+{
+    if (!_setjmp(own().fibers[current]))
+        _longjmp(host, 1);
+}
 
 static void wait(Barrier &barrier, int count)
 {
@@ -76,14 +81,33 @@ static void wait(Barrier &barrier, int count)
         yield();
 }
 
+/* A thread of each launch */
 static void fiber()
 {
-    body();
-    own().done[current] = true;
-    yield();
+    for (;;) {
+        body();
+        own().done[current] = true;
+        yield();
+    }
 }
 
-static void begin(Block &block, char *stack)
+/* Lets the thread run until it waits. Contexts serve to begin with a stack; to switch by them would ask the kernel for signals' masks. */
+__attribute__((noinline)) static void resume()
+{
+    if (_setjmp(host))
+        return;
+    if (own().has_fiber[current])
+        _longjmp(own().fibers[current], 1);
+    own().has_fiber[current] = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks + ((size_t)rank * MOST_THREADS + (size_t)current) * STACK;
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, fiber, 0);
+    setcontext(&context);
+}
+
+static void begin(Block &block)
 {
     memset(block.shared, 0xff, sizeof block.shared); /* NaN: nothing may count on what another block left */
     memset(block.of_lanes, 0, sizeof block.of_lanes);
@@ -93,11 +117,6 @@ static void begin(Block &block, char *stack)
         block.done[t] = false;
         block.asked_for[t].clear();
         block.committed[t].clear();
-        getcontext(&block.fibers[t]);
-        block.fibers[t].uc_stack.ss_sp = stack + (size_t)t * STACK;
-        block.fibers[t].uc_stack.ss_size = STACK;
-        block.fibers[t].uc_link = &host;
-        makecontext(&block.fibers[t], fiber, 0);
     }
 }
 
@@ -115,15 +134,18 @@ template <typename F> static bool launch(int clusters, int cluster_blocks, int b
     for (first.x = 0; first.x < grid.x; first.x += (unsigned)cluster) {
         of_cluster = {};
         for (int b = 0; b < cluster; b++)
-            begin(blocks[b], stacks + (size_t)b * MOST_THREADS * STACK);
+            begin(blocks[b]);
         long idle = 0;
         for (int left = cluster * threads; left;) {
-            if (++idle > 1000000)
+            if (++idle > 1000000) {
+                for (Block &block : blocks) /* whose threads are left where they are */
+                    memset(block.has_fiber, 0, sizeof block.has_fiber);
                 return false;
+            }
             for (rank = 0; rank < cluster; rank++)
                 for (current = 0; current < threads; current++)
                     if (!own().done[current]) {
-                        swapcontext(&host, &own().fibers[current]);
+                        resume();
                         left -= own().done[current];
                     }
         }
@@ -208,10 +230,14 @@ template <typename T> static T atomicAdd(T *p, T x) { const T before = *p; *p +=
 static inline unsigned atomicOr(unsigned *p, unsigned x) { const unsigned before = *p; *p |= x; return before; }
 static inline unsigned __ballot_sync(unsigned mask, bool x)
 {
-    unsigned bits = (unsigned)x << gpu::current % 32;
-    for (int step = 16; step; step /= 2)
-        if (mask >> (gpu::current % 32 ^ step) & 1)
-            bits |= __shfl_xor_sync(mask, bits, step);
+    const int first = gpu::current / 32 * 32;
+    unsigned bits = 0;
+    gpu::own().slots[gpu::current] = x;
+    gpu::meet(mask);
+    for (int lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1)
+            bits |= (unsigned)gpu::own().slots[first + lane] << lane;
+    gpu::meet(mask);
     return bits;
 }
 static inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == mask; }
