@@ -69,8 +69,8 @@ def calls(call, *reductions, longer=()):
 CALLS = [
     *calls(divergence, "mean", "none", longer=["sum"]),
     *calls(kl_div, "batchmean", "none", longer=["mean", "sum"]),
-    *calls(topk, "mean", "none"),
-    *calls(linear, "mean", "none"),
+    *calls(topk, "mean", longer=["none"]),
+    *calls(linear, "mean", longer=["none"]),
     (linear_topk, "mean"),
 ]
 names = lambda value: getattr(value, "__name__", None) or str(value)
