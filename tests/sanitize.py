@@ -135,8 +135,10 @@ def topk():
         ids[2, 3], ids[4, 5] = ids[2, 2], -1
         values = randn(8, 20)
         values = values if form == "logits" else values.softmax(-1) if form == "probs" else values.log_softmax(-1)
-        loss = kullback.topk_divergence(x, values[:, :16].to(dtype), ids, "kl", target_form=form, tail=tail)
-        check(loss, x)
+        teacher = values[:, :16].to(dtype), ids, "kl"
+        check(kullback.topk_divergence(x, *teacher, target_form=form, tail=tail), x)
+        label = torch.arange(8, device=DEVICE)
+        check(kullback.topk_divergence(x, *teacher, target_form=form, tail=tail, labels=label, label_smoothing=0.1), x)
 
 
 def describe():
