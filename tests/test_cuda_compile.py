@@ -282,7 +282,7 @@ def logits_cases():
     yield Case("sm_90a", "reverse_kl", "logits", "logits", torch.float32, "labels, both gradients")
     for arch in ("sm_100a", "sm_120a"):
         yield Case(arch, "kl", "logits", "logits", torch.float32, "total and both gradients")
-    for kind in ("alpha", "skew_kl"):  # whose polynomials have every power
+    for kind in ("alpha", "skew_kl", "total_variation"):  # whose polynomials have every power; or there are none
         yield Case("sm_90a", kind, "logits", "logits", torch.float32, "labels, both gradients")
     for arch, kind in itertools.product(("sm_75", "sm_80"), ("total_variation", "jensen_shannon")):
         # short rows cache slopes there, too

@@ -483,6 +483,13 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 {
     /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
        much of it; total_variation has it as it is. */
+#if HAS_FINE && HAS_CORNER
+    const FineElements elements(slice.a, opaque(found.stats), {});
+    if (elements.serve(slice.a)) {
+        const float excess = excess_of(elements, slice, pipeline, group);
+        found.stats.correction = warp_all(fabsf(excess) < 1e-3f) ? -excess : 0;
+    }
+#endif
     bool may_be_peaked = HANDLES_PEAKED;
     const auto restore = [&] {
         if (CACHES_DERIVATIVES)
