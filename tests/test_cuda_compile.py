@@ -384,7 +384,7 @@ def test_labels_alone(arch, dtype):
             flags = itertools.product((False, True), repeat=2) if dtype == torch.bfloat16 else [(True, True)]
             variants = (variant._replace(capped=capped, smoothing=smoothing) for capped, smoothing in flags)
             sources |= {cross_entropy.source(variant, placed) for variant in variants}
-    assert len(sources) >= 6
+    assert len(sources) >= 5
     for source in sources:
         code, _ = built(source, arch)
         assert arch != "sm_90a" or collectives(code) == 0

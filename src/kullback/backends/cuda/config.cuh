@@ -66,6 +66,7 @@
 #define IS_LOGITS 1 /* topk.cuh: what the row holds, and whether its logits are capped */
 #define IS_PROBS 0
 #define IS_CAPPED 0
+#define HAS_MEAN 0 /* whether the mean of a row of logits is gathered, too */
 #define FROM_LOGITS 0 /* what a teacher's entries are */
 #define FROM_PROBS 0
 #endif
