@@ -187,8 +187,8 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     total_lse = lse.squeeze(-1) + offset
     if losses is not None:
         logit = torch.where(at_label, outcomes[:, :-1], 0.0).sum(-1)
-        of_z = torch.zeros_like(losses)
-        more = auxiliary.losses(problem, of_z, lse.squeeze(-1), labels, logit, mean.sum(-1), offset)
+        none, of_mean = torch.zeros_like(losses), mean.sum(-1)  # 0 where none was gathered
+        more = auxiliary.losses(problem, none, lse.squeeze(-1), labels, logit, of_mean, offset)
         losses = losses * weights.divergence + weighted(more, upstream)
         if work.loss is not None:
             work.loss.copy_(losses)

@@ -230,7 +230,10 @@ INLINE float excess_of(const FineElements &elements, const Slice &slice, Pipelin
             return all;
         }, [&](float x, float y, int, int, const Row &) { add_any(x, y); }, [&] { return elements.row; });
     } else {
-        each_element<false>(slice, pipeline, group, [&](float x, float y, int) { add_any(x, y); });
+        each_vector<false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int) {
+            each_of<FineElements::ANY_MODE>([&](int k) { add_any(at(x, k), at(y, k)); }, x, y);
+        });
+        each_edge(slice, group, [&](int i) { add_any(to_real(slice.x()[i]), to_real(slice.y()[i])); });
     }
     float values[] = { excess };
     row_all_reduce<double>(a, pipeline, group, values, Add());
