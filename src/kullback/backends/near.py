@@ -62,11 +62,7 @@ class Near(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
     """None where so many terms do not reach, or of a kind with a corner whose slope is more than a sign."""
-
-    def slope(ratio: Tensor) -> Tensor:
-        found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
-        return found
-
+    slope = functools.partial(slope_at, kind, parameter)
     radius, counts, slope_counts = reach
     of_term = shortest_fit(*term_over_root(kind, parameter), NEAR_TOLERANCE, counts, radius)
     if not has_corner(kind):
@@ -77,10 +73,16 @@ def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
     return None if of_term is None or size is None else Near(of_term, (2 * size,))
 
 
+def slope_at(kind: str, parameter: float, ratio: Tensor) -> Tensor:
+    """d_log_q / q by log-ratio"""
+    found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
+    return found
+
+
 def slope_size(kind: str, parameter: float, radius: float) -> float | None:
-    """Of d_log_q / q, of a kind with a corner, where it is a sign; else None."""
+    """Of a kind with a corner, whose slope is a sign; else None."""
     ratio = torch.linspace(0.01, radius, 50, dtype=torch.float64, device="cpu")
-    slope = lambda ratio: element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
+    slope = functools.partial(slope_at, kind, parameter)
     size = slope(ratio[-1:])
     is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
     return size.item() if is_sign else None
