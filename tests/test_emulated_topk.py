@@ -43,6 +43,16 @@ def test_a_kernel_reads_nothing_that_it_is_not_given(monkeypatch, generator, dty
     assert around.isnan().all()
 
 
+def test_the_mean_of_tokens_that_are_masked_by_the_lowest_number(monkeypatch):
+    """Their sum is no number that float32 has."""
+    x = torch.full((1, 4103), torch.finfo(torch.float32).min)
+    x[0, :100] = 1
+    gathered = torch.empty(1, 3)
+    with emulation.emulated(monkeypatch):
+        topk.gather(Gather(Problem("kl", Side("logits"), Side("logits")), x, torch.tensor([[7]]), gathered))
+    torch.testing.assert_close(gathered[:, 2].double(), (x.double() - 1).mean(-1), rtol=1e-6, atol=0)
+
+
 TAILS = {"log_probs": ("bucket", "renormalize", "zero"), "probs": ("bucket", "renormalize", "zero")}
 TAILS["logits"] = ("renormalize", "zero")  # a bucket is refused by the checks
 

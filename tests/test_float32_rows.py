@@ -157,6 +157,34 @@ def test_total_variation_of_near_rows(backend, device, generator, monkeypatch, v
             assert relative_error(mine[0], theirs[row]) < FLOAT_GRADIENT, name
 
 
+def test_total_variation_of_few_far_tokens(backend, device, generator, monkeypatch, vocab):
+    """Others' slopes are nearly one number, of which sums leave little: of either side's gradient as much is off."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    rows = samples.batch(generator, vocab, torch.float32, spread=1.0, **{f"{i}": apart(0.001) for i in range(4)})
+    rows.x[:, :8] += 2.5
+    rows = rows._replace(x=rows.x.to(device), y=rows.y.to(device))
+    _, gradients = expected_of(rows, "total_variation")
+    for row, reduction in itertools.product(range(4), ("mean", "none")):
+        sides = [side[row : row + 1].clone().requires_grad_() for side in (rows.x, rows.y)]
+        loss = kullback.divergence(*sides, "total_variation", reduction=reduction).sum()
+        for mine, theirs in zip(torch.autograd.grad(loss, sides), gradients, strict=True):
+            assert relative_error(mine[0], theirs[row]) < 5e-6
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_total_variation_of_a_sure_token(backend, device, generator, monkeypatch, vocab, reduction):
+    """Its log-ratio is 0 where losses are found and where gradients are, which may be in launches of their own."""
+    if backend == "emulated":
+        emulation.on_chip(monkeypatch)
+    y = torch.randn(60, vocab, generator=generator)
+    y[:, 4007] = 60
+    sides = [t.to(device).requires_grad_() for t in (y + 0.1 * torch.randn(60, vocab, generator=generator), y)]
+    loss = kullback.divergence(*sides, "total_variation", temperature=0.2, reduction=reduction).sum()
+    for gradient in torch.autograd.grad(loss, sides):
+        assert gradient.abs().max() < 1e-12
+
+
 @pytest.mark.parametrize("kind", ["hellinger", "jensen_shannon"])
 def test_masses_that_are_no_normal_numbers(backend, device, generator, monkeypatch, kind, vocab):
     """Tokens of no mass are far, so that all have the stable formula."""

@@ -588,6 +588,18 @@ def test_logits_far_from_zero_beside_a_teacher_known_at_some_tokens(backend, dev
     assert relative_error(losses, truth) < 3e-6
 
 
+def test_smoothing_over_tokens_that_are_masked_by_the_lowest_number(backend, device, generator):
+    """Beside a top-k teacher: their sum is no number that float32 has, and their mean is."""
+    x = torch.randn(3, 900, generator=generator)
+    x[:, 100:] = torch.finfo(torch.float32).min
+    log_p, ids = torch.randn(3, 90, generator=generator).log_softmax(-1).topk(5)
+    labels = torch.tensor([1, 7, 50])
+    options = {"labels": labels.to(device), "label_smoothing": 0.1, "reduction": "none"}
+    losses = kullback.topk_divergence(x.to(device), log_p.to(device), ids.to(device), **options)
+    truth = F.cross_entropy(x.double(), labels, label_smoothing=0.1, reduction="none")
+    assert relative_error(losses, truth) < LOSS
+
+
 @pytest.mark.parametrize("backend", ["emulated"], indirect=True)
 @SMOOTHED
 def test_a_row_of_several_warps_keeps_its_label(backend, generator, smoothing):

@@ -62,30 +62,21 @@ class Near(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def near(kind: str, parameter: float, reach: Reach = WIDE) -> Near | None:
     """None where so many terms do not reach, or of a kind with a corner whose slope is more than a sign."""
-    slope = functools.partial(slope_at, kind, parameter)
+
+    def slope(ratio: Tensor) -> Tensor:
+        found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
+        return found
+
     radius, counts, slope_counts = reach
     of_term = shortest_fit(*term_over_root(kind, parameter), NEAR_TOLERANCE, counts, radius)
     if not has_corner(kind):
         of_slope = shortest_fit(slope, 1, SLOPE_TOLERANCE, slope_counts, radius)
         of_slope = of_slope or near_fit(slope, 1, slope_counts[-1], MOST_SLOPE_TOLERANCE, radius)
         return None if of_term is None or of_slope is None else Near(of_term, of_slope)
-    size = slope_size(kind, parameter, radius)
-    return None if of_term is None or size is None else Near(of_term, (2 * size,))
-
-
-def slope_at(kind: str, parameter: float, ratio: Tensor) -> Tensor:
-    """d_log_q / q by log-ratio"""
-    found: Tensor = element_at(kind, parameter, ratio).d_log_q * torch.exp(ratio / 2)
-    return found
-
-
-def slope_size(kind: str, parameter: float, radius: float) -> float | None:
-    """Of a kind with a corner, whose slope is a sign; else None."""
     ratio = torch.linspace(0.01, radius, 50, dtype=torch.float64, device="cpu")
-    slope = functools.partial(slope_at, kind, parameter)
     size = slope(ratio[-1:])
     is_sign = bool(((slope(ratio) - size).abs() < 1e-12).all() and ((slope(-ratio) + size).abs() < 1e-12).all())
-    return size.item() if is_sign else None
+    return Near(of_term, (2 * size.item(),)) if of_term is not None and is_sign else None
 
 
 FLOAT_RADIUS, FLOAT_TOLERANCE = 2.0, 3e-7
@@ -110,7 +101,7 @@ class OverRoot(NamedTuple):
     """
 
     term: tuple[float, ...]
-    difference: tuple[float, ...]  # none of a kind with a corner: its term is a multiple of |p - q|, as `term` says
+    difference: tuple[float, ...]
 
     @property
     def shape(self) -> OverRootShape:

@@ -60,13 +60,13 @@ INLINE real reference_of(const X *x, const long long *ids, long long k)
     return safe_abs(largest) < REAL_INFINITY ? largest : (real)0;
 }
 
-INLINE real sum_of(const real (&values)[WIDTH])
+/* A power of 2, no more than 1/n: of numbers times that no sum is beyond the largest of them. */
+INLINE real share_of(long long n)
 {
-    real sum = values[0];
-#pragma unroll
-    for (int j = 1; j < WIDTH; j++)
-        sum += values[j];
-    return sum;
+    real share = 1;
+    while (share * (real)n > 1)
+        share /= 2;
+    return share;
 }
 
 /* log Σ exp of a few logarithms; of probabilities' */
@@ -109,6 +109,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 #if HAS_MEAN
     __shared__ double totals[WARPS];
 #endif
+    const real share = HAS_MEAN ? share_of(vocab) : (real)0;
     const bool has_tail = width > k;
     if (has_tail)
         clear_marks(vocab);
@@ -126,7 +127,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         mark(own, k, head, true);
         __syncthreads();
         SoftmaxStats sum = { -REAL_INFINITY, 0 };
-        real total = 0; /* of all; found where it is wanted */
+        real total = 0; /* of all, times `share`; found where it is wanted */
         const X *aligned = from + head;
         for (long long v = threadIdx.x; v < vectors; v += THREADS * UNROLL) {
             Packed<X> loaded[UNROLL];
@@ -142,7 +143,11 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 #pragma unroll
                     for (int j = 0; j < WIDTH; j++)
                         values[j] = counted(at(loaded[u], j), cap, reference);
-                    total += sum_of(values);
+                    real part = 0;
+#pragma unroll
+                    for (int j = 0; j < WIDTH; j++)
+                        part = real_fma(values[j], share, part);
+                    total += part;
                     if (__builtin_expect(among & ((1u << WIDTH) - 1), 0))
 #pragma unroll
                         for (int j = 0; j < WIDTH; j++)
@@ -156,7 +161,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             const real own_value = counted(to_real(from[end]), cap, reference);
             const real value = marks_at(bit_of(end, head)) & 1 ? NOTHING : own_value;
             add<1>(sum, &value, scale);
-            total += own_value;
+            total += own_value * share;
         }
 #pragma unroll
         for (int step = WARP / 2; step; step /= 2) {
@@ -183,7 +188,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             double whole = 0;
             for (int w = 0; w < WARPS; w++)
                 whole += totals[w];
-            gathered[row * width + k + 1] = (real)(whole * (double)inverse / (double)vocab);
+            gathered[row * width + k + 1] = (real)(whole / ((double)share * (double)vocab) * (double)inverse);
 #endif
             if (target && target[row * width + k] <= (real)negligible)
                 drop_rounding(gathered + row * width, target + row * width, k, is_tempered);

@@ -32,7 +32,6 @@ from kullback.backends.near import (
     Reach,
     near,
     over_root,
-    slope_size,
 )
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, print_slopes, type_macros
 from kullback.divergences import DIVERGENCES
@@ -321,12 +320,8 @@ def near_of(problem: Problem, parameter: float, verb: Verb, is_coarse: bool, rea
 def fine_of(problem: Problem, parameter: float, is_coarse: bool) -> OverRoot | None:
     """Of logits whose gradients show what shorter polynomials are off by."""
     has_logits = problem.input.form == problem.target.form == "logits"
-    if not has_logits or not problem.is_normalised or is_coarse:
-        return None
-    if not has_corner(problem.kind):
-        return over_root(problem.kind, parameter)
-    size = slope_size(problem.kind, parameter, FLOAT_RADIUS)
-    return None if size is None else OverRoot((size,), ())
+    serves = has_logits and problem.is_normalised and not is_coarse
+    return over_root(problem.kind, parameter) if serves else None
 
 
 def _as_cached(kind: str, polynomials: Near | None) -> Near | None:

@@ -66,8 +66,7 @@ struct FineElements {
     }
 };
 #elif HAS_FINE
-/* The same by two polynomials over √(p·q), or with a corner by |p - q|. d_log_q + d_log_p is the term: Euler's. Elements that are far
-   keep the stable formula. */
+/* The same by two polynomials over √(p·q). d_log_q + d_log_p is the term: Euler's. Elements that are far keep the stable formula. */
 struct FineElements {
     const Arguments &a;
     Row row;
@@ -86,28 +85,21 @@ struct FineElements {
     INLINE Element near(float q, float p) const
     {
         const float r = log_ratio.of(q, p), product = log_ratio.rest * log_ratio.root(q, p) * r, square = r * r;
+        const float difference = product * polynomial<FINE_DIFFERENCES, FINE_DIFFERENCE_STEP>([&](int k) {
+            return fine_difference_factor(a, k);
+        }, r);
         Element e;
+        e.term = product * (r * polynomial<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
+        e.d_log_q = 0.5f * (e.term + difference);
+        e.d_log_p = 0.5f * (e.term - difference);
+        e.input = fmaf(-mass(q, p), row.input_grad_sum, e.d_log_q);
+        e.target = fmaf(-stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp),
+                        row.target_grad_sum, e.d_log_p);
         float sinh = 1 / 92897280.0f; /* 2·sinh(r/2) / r */
         sinh = fmaf(sinh, square, 1 / 322560.0f);
         sinh = fmaf(sinh, square, 1 / 1920.0f);
         sinh = fmaf(sinh, square, 1 / 24.0f);
         e.q_minus_p = -product * fmaf(sinh, square, 1);
-#if HAS_CORNER
-        const float slope = e.q_minus_p == 0 ? 0 : copysignf(fine_term_factor(a, 0), e.q_minus_p);
-        e.term = slope * e.q_minus_p;
-        e.d_log_q = slope * mass(q, p);
-        e.d_log_p = e.term - e.d_log_q;
-#else
-        const float difference = product * polynomial<FINE_DIFFERENCES, FINE_DIFFERENCE_STEP>([&](int k) {
-            return fine_difference_factor(a, k);
-        }, r);
-        e.term = product * (r * polynomial<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
-        e.d_log_q = 0.5f * (e.term + difference);
-        e.d_log_p = 0.5f * (e.term - difference);
-#endif
-        e.input = fmaf(-mass(q, p), row.input_grad_sum, e.d_log_q);
-        e.target = fmaf(-stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp),
-                        row.target_grad_sum, e.d_log_p);
         return e;
     }
     enum { ANY_MODE = STABLE };
@@ -206,40 +198,6 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
     }
     return whole;
 }
-
-#if HAS_CORNER
-/* Σ (q - p): what normalisers are off by. Signs show that, so it is to be known before they are found. */
-INLINE float excess_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, RowGroup &group)
-{
-    const Arguments &a = slice.a;
-    float excess = 0;
-    const auto add_any = [&](float x, float y) {
-        excess += elements.any<true>(input_of(a, x), target_of(a, y)).q_minus_p;
-    };
-    if (are_near(elements, slice, pipeline, group)) {
-        each_deferring<false, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
-            float more = 0;
-            bool all = true;
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) {
-                const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
-                more += elements.near(q, p).q_minus_p;
-                all &= elements.is_near(q, p);
-            }
-            excess += all ? more : 0;
-            return all;
-        }, [&](float x, float y, int, int, const Row &) { add_any(x, y); }, [&] { return elements.row; });
-    } else {
-        each_vector<false, false>(slice, pipeline, group, [&](Packed<X> x, Packed<Y> y, long long, int) {
-            each_of<FineElements::ANY_MODE>([&](int k) { add_any(at(x, k), at(y, k)); }, x, y);
-        });
-        each_edge(slice, group, [&](int i) { add_any(to_real(slice.x()[i]), to_real(slice.y()[i])); });
-    }
-    float values[] = { excess };
-    row_all_reduce<double>(a, pipeline, group, values, Add());
-    return values[0];
-}
-#endif
 
 /* As `write_gradients` */
 INLINE void write_gradients_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, const RowGroup &group, GradOut grad_out)

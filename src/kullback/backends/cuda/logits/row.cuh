@@ -349,17 +349,13 @@ INLINE bool may_tie(const Arguments &a, const RowStats &stats)
     return HAS_CORNER && warp_all(fabsf(steps - rintf(steps)) * inv_temperature < 256 * 4e-6f);
 }
 
-/* Whether the row's sum seems to be less, by its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π
-   deviations, and the total variation be 0.4 of one, of what mass a sure token leaves. */
-INLINE bool seems_less(const Slice &slice, const RowGroup &group, const RowStats &stats, float sum)
+/* By its sample: were log-ratios normally distributed, their neighbours would differ by 2/√π deviations, and the total variation
+   be 0.4 of one, of what mass a sure token leaves. */
+INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
 {
     const float sampled = HAS_PEERS ? stats.sampled : (float)sampled_pairs(slice, group);
     const float apart = 0.35f * slice.a.input_inv_temperature * stats.spread * spread_mass(stats);
-    return SAMPLES_SPREAD && warp_all(apart < sum * sampled);
-}
-INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats &stats)
-{
-    return seems_less(slice, group, stats, least_far_sum(stats)) || (SAMPLES_SPREAD && may_tie(slice.a, stats));
+    return SAMPLES_SPREAD && (warp_all(apart < least_far_sum(stats) * sampled) || may_tie(slice.a, stats));
 }
 
 /* Of slopes that are cached by the fast formula */
@@ -487,13 +483,6 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 {
     /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
        much of it; total_variation has it as it is. */
-#if HAS_FINE && HAS_CORNER
-    const FineElements elements(slice.a, opaque(found.stats), {});
-    if (elements.serve(slice.a) && seems_less(slice, group, found.stats, 0.05f)) { /* of more it is seldom too much */
-        const float excess = excess_of(elements, slice, pipeline, group);
-        found.stats.correction = warp_all(fabsf(excess) < 1e-3f) ? -excess : 0;
-    }
-#endif
     bool may_be_peaked = HANDLES_PEAKED;
     const auto restore = [&] {
         if (CACHES_DERIVATIVES)
