@@ -276,7 +276,7 @@ def logits_cases():
     for kind, mode in itertools.product(FEW, OF_FLOAT32):
         if kind == "kl" or mode == "rounded gradient":
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
-    # whose rows have a mode of their own where gradients have float32
+    # Rows of kl and reverse_kl have a mode of their own where gradients have float32.
     for mode in ("total and gradient", "labels, both gradients", "two blocks, total", "rows"):
         yield Case("sm_90a", "kl", "logits", "logits", torch.float32, mode)
     yield Case("sm_90a", "reverse_kl", "logits", "logits", torch.float32, "labels, both gradients")
@@ -384,7 +384,7 @@ def test_labels_alone(arch, dtype):
             flags = itertools.product((False, True), repeat=2) if dtype == torch.bfloat16 else [(True, True)]
             variants = (variant._replace(capped=capped, smoothing=smoothing) for capped, smoothing in flags)
             sources |= {cross_entropy.source(variant, placed) for variant in variants}
-    assert len(sources) >= 5
+    assert len(sources) >= 5  # launch shapes of five vocabularies, with the gradient and without: some are alike
     for source in sources:
         code, _ = built(source, arch)
         assert arch != "sm_90a" or collectives(code) == 0
