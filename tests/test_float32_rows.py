@@ -44,10 +44,14 @@ pytestmark = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def rows(backend, device, generator, monkeypatch, vocab):
+@pytest.fixture(autouse=True)
+def on_chip(backend, monkeypatch):
     if backend == "emulated":
         emulation.on_chip(monkeypatch)
+
+
+@pytest.fixture
+def rows(device, generator, vocab):
     made = {f"{noise} apart": apart(noise) for noise in (0.003, 0.02, 0.3, 1.0)}
     made |= {
         f"{above} above, {noise} apart": peaked(apart(noise), TOKEN, above)
@@ -139,10 +143,8 @@ def test_kinds_that_polynomials_serve(rows, kind):
     check(rows, kind, expected_of(rows, kind))
 
 
-def test_total_variation_of_near_rows(backend, device, generator, monkeypatch, vocab):
+def test_total_variation_of_near_rows(device, generator, vocab):
     """Tokens near the tie have the sign of their log-ratio, which what masses sum to beside 1 would change."""
-    if backend == "emulated":
-        emulation.on_chip(monkeypatch)
     made = {f"{noise} apart, {i}": apart(noise) for noise in (0.0005, 0.003) for i in range(3)}
     rows = samples.batch(generator, vocab, torch.float32, spread=1.0, **made)
     lowest = rows.y[::3].argmin(-1)
@@ -157,10 +159,8 @@ def test_total_variation_of_near_rows(backend, device, generator, monkeypatch, v
             assert relative_error(mine[0], theirs[row]) < FLOAT_GRADIENT, name
 
 
-def test_total_variation_of_few_far_tokens(backend, device, generator, monkeypatch, vocab):
+def test_total_variation_of_few_far_tokens(device, generator, vocab):
     """Others' slopes are nearly one number, of which sums leave little: of either side's gradient as much is off."""
-    if backend == "emulated":
-        emulation.on_chip(monkeypatch)
     rows = samples.batch(generator, vocab, torch.float32, spread=1.0, **{f"{i}": apart(0.001) for i in range(4)})
     rows.x[:, :8] += 2.5
     rows = rows._replace(x=rows.x.to(device), y=rows.y.to(device))
@@ -173,10 +173,8 @@ def test_total_variation_of_few_far_tokens(backend, device, generator, monkeypat
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_total_variation_of_a_sure_token(backend, device, generator, monkeypatch, vocab, reduction):
+def test_total_variation_of_a_sure_token(device, generator, vocab, reduction):
     """Its log-ratio is 0 where losses are found and where gradients are, which may be in launches of their own."""
-    if backend == "emulated":
-        emulation.on_chip(monkeypatch)
     y = torch.randn(60, vocab, generator=generator)
     y[:, 4007] = 60
     sides = [t.to(device).requires_grad_() for t in (y + 0.1 * torch.randn(60, vocab, generator=generator), y)]
@@ -186,10 +184,8 @@ def test_total_variation_of_a_sure_token(backend, device, generator, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["hellinger", "jensen_shannon"])
-def test_masses_that_are_no_normal_numbers(backend, device, generator, monkeypatch, kind, vocab):
+def test_masses_that_are_no_normal_numbers(device, generator, kind, vocab):
     """Tokens of no mass are far, so that all have the stable formula."""
-    if backend == "emulated":
-        emulation.on_chip(monkeypatch)
     y = 2 * torch.randn(12, vocab, generator=generator)
     x = y + 0.05 * torch.randn(12, vocab, generator=generator)
     x = torch.where(y < -3.2, x + 0.4, x).to(device).requires_grad_()
@@ -244,10 +240,8 @@ def test_softcaps(rows, kind):
 
 
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl", "jeffreys"])
-def test_totals_alone_of_sides_far_apart(backend, device, generator, monkeypatch, kind, vocab):
+def test_totals_alone_of_sides_far_apart(device, generator, kind, vocab):
     """A log-sum-exp of 1000 is rounded by 4e-5, and so are all masses of that side: what they sum to is taken off."""
-    if backend == "emulated":
-        emulation.on_chip(monkeypatch)
     rows = samples.batch(generator, vocab, torch.float32, **{f"{i}": shifted(0.3, 1000 + 0.37 * i) for i in range(8)})
     truth = oracle.divergence(rows.x.double(), rows.y.double(), kind)
     for x, y, expected in zip(rows.x.to(device), rows.y.to(device), truth, strict=True):

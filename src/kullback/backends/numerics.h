@@ -15,6 +15,15 @@ INLINE real safe_select_normal(real mass, real normal, real underflown)
 
 #define HIGHEST_EXPONENT (REAL_IS_DOUBLE ? (real)709 : (real)88) /* whose power is a number */
 
+/* A power of 2, no more than 1/n: of n numbers times that no sum is beyond the largest of them. */
+INLINE real share_of(real n)
+{
+    real share = 1;
+    while (share * n > 1)
+        share /= 2;
+    return share;
+}
+
 /* mass · exp(x), also where the mass underflows or the exponential overflows */
 INLINE real safe_mass_times_exp(real mass, real log_mass, real x)
 {

@@ -57,18 +57,9 @@ NOINLINE static void copy_counted(const X *x, real *values, int64_t n, Counting 
         values[i] = counted(x[i], c);
 }
 
-/* A power of 2, no more than 1/n: of numbers times that no sum is beyond the largest of them. */
-INLINE real share_of(int64_t n)
-{
-    real share = 1;
-    while (share * (real)n > 1)
-        share /= 2;
-    return share;
-}
-
 NOINLINE static double mean_of(const real *values, int64_t n)
 {
-    const real share = share_of(n);
+    const real share = share_of((real)n);
     double total = 0;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;

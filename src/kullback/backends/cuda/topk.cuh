@@ -2,6 +2,7 @@
    A block takes a row; which elements are among the ids is told by a bit each, in shared memory. Ids are distinct, or -1. */
 #pragma once
 
+#include "cuda/block.cuh"
 #include "cuda/softmax.cuh"
 #include "cuda/warp.cuh"
 
@@ -60,15 +61,6 @@ INLINE real reference_of(const X *x, const long long *ids, long long k)
     return safe_abs(largest) < REAL_INFINITY ? largest : (real)0;
 }
 
-/* A power of 2, no more than 1/n: of numbers times that no sum is beyond the largest of them. */
-INLINE real share_of(long long n)
-{
-    real share = 1;
-    while (share * (real)n > 1)
-        share /= 2;
-    return share;
-}
-
 /* log Σ exp of a few logarithms; of probabilities' */
 INLINE real few_lse(const real *values, long long k, bool are_probs)
 {
@@ -106,10 +98,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
 {
     const real inverse = IS_LOGITS ? (real)inv_temperature : (real)1, cap = (real)softcap, scale = exponent_scale(inverse);
     __shared__ SoftmaxStats parts[WARPS];
-#if HAS_MEAN
-    __shared__ double totals[WARPS];
-#endif
-    const real share = HAS_MEAN ? share_of(vocab) : (real)0;
+    const real share = HAS_MEAN ? share_of((real)vocab) : (real)0;
     const bool has_tail = width > k;
     if (has_tail)
         clear_marks(vocab);
@@ -170,11 +159,7 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
         }
         if (threadIdx.x % WARP == 0)
             parts[threadIdx.x / WARP] = sum;
-#if HAS_MEAN
-        const double of_warp = warp_sum((double)total);
-        if (threadIdx.x % WARP == 0)
-            totals[threadIdx.x / WARP] = of_warp;
-#endif
+        const double whole = HAS_MEAN ? block_sum((double)total) : 0;
         __syncthreads();
         if (threadIdx.x == 0) {
             for (int w = 1; w < WARPS; w++)
@@ -184,12 +169,8 @@ kullback_gather(const X *x, const long long *ids, real *gathered, real *target, 
             const real lse = infinite ? sum.max : against(sum.max) * inverse + safe_log(sum.sum_exp);
             const real tail = IS_PROBS ? sum.sum_exp : lse;
             gathered[row * width + k] = tail;
-#if HAS_MEAN
-            double whole = 0;
-            for (int w = 0; w < WARPS; w++)
-                whole += totals[w];
-            gathered[row * width + k + 1] = (real)(whole / ((double)share * (double)vocab) * (double)inverse);
-#endif
+            if (HAS_MEAN)
+                gathered[row * width + k + 1] = (real)(whole / ((double)share * (double)vocab) * (double)inverse);
             if (target && target[row * width + k] <= (real)negligible)
                 drop_rounding(gathered + row * width, target + row * width, k, is_tempered);
         }
