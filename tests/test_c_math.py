@@ -18,6 +18,9 @@ FUNCTIONS = ("exp", "log", "expm1", "log1p")
 BUDGET = {"exp": 1.0, "log": 1.0, "expm1": 4.0, "log1p": 3.0}
 
 
+CAP = 30
+
+
 @pytest.fixture(scope="module", params=["float", "double"])
 def library(request):
     double = request.param == "double"
@@ -35,6 +38,10 @@ def library(request):
                 f"{{ for (int64_t i = 0; i < n; i++) y[i] = safe_{name}(x[i]); }}"
                 for name in FUNCTIONS
             ),
+            f"void apply_softcap(const real *x, real *y, int64_t n)"
+            f"{{ for (int64_t i = 0; i < n; i++) y[i] = softcapped(x[i], {CAP}); }}",
+            f"void apply_softcap_grad(const real *x, real *y, int64_t n)"
+            f"{{ for (int64_t i = 0; i < n; i++) y[i] = softcap_grad(softcapped(x[i], {CAP}), {CAP}); }}",
             "void halves(const float *x, uint16_t *b, uint16_t *h, int64_t n)",
             "{ for (int64_t i = 0; i < n; i++) b[i] = store_bfloat16((real)x[i]), h[i] = store_float16((real)x[i]); }",
             "void wholes(const uint16_t *x, float *b, float *h, int64_t n)",
@@ -125,6 +132,23 @@ def test_masses(library):
         assert (apply(library, "mass_exp", np.linspace(-1000, -87.7, 1000))[1] == 0).all()
 
 
+def test_softcaps(library):
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [rng.uniform(-CAP, CAP, 40000), rng.uniform(-12 * CAP, 12 * CAP, 20000), 10 ** rng.uniform(-20, 1, 5000)]
+    )
+    x, y = apply(library, "softcap", x)
+    truth = CAP * np.tanh(x.astype(np.longdouble) / CAP)
+    errors = (y - truth) / np.spacing(np.abs(truth).astype(library[1]))
+    usual = 0.6 if library[1] == np.float32 else 0.9
+    assert np.abs(errors).max() <= 3.5
+    assert np.sqrt((errors**2).mean()) <= usual
+    np.testing.assert_array_equal(apply(library, "softcap", -x)[1], -y)
+    _, slopes = apply(library, "softcap_grad", x)
+    assert np.abs(slopes - (1 - (truth / CAP) ** 2)).max() <= 4 * np.finfo(library[1]).eps
+    assert (slopes >= 0).all()
+
+
 def test_special_arguments(library):
     inf, nan = np.inf, np.nan
     tables = {
@@ -132,6 +156,8 @@ def test_special_arguments(library):
         "exp": [(-inf, 0), (inf, inf), (nan, nan), (0, 1), (-800, 0), (800, inf)],
         "expm1": [(-inf, -1), (inf, inf), (nan, nan), (0, 0)],
         "log1p": [(-1, -inf), (inf, inf), (nan, nan), (-2, nan), (0, 0)],
+        "softcap": [(-inf, -CAP), (inf, CAP), (-1e30, -CAP), (1e4, CAP), (nan, nan), (0, 0)],
+        "softcap_grad": [(-inf, 0), (inf, 0), (1e30, 0), (nan, nan), (0, 1)],
     }
     for name, table in tables.items():
         _, y = apply(library, name, [x for x, _ in table])

@@ -1,7 +1,7 @@
 /* Operations of formula.py that C and CUDA share. Wanted before it: real, REAL_IS_DOUBLE, SMALLEST_NORMAL, INLINE,
-   REAL_INFINITY, UNROLL_LOOP, to_bits (unsigned), real_fma, and safe_ abs, exp, expm1, log, log1p. Every selection is a
-   conditional between values already computed, so that a C compiler can vectorise it. Series are minimax fits (float) or
-   Taylor (double); docs/numerics.md says how they were made. */
+   REAL_INFINITY, UNROLL_LOOP, to_bits (unsigned), real_fma, and safe_ abs, exp, expm1, log, log1p; mass_exp in float. Every
+   selection is a conditional between values already computed, so that a C compiler can vectorise it. Series are minimax fits
+   (float) or Taylor (double); docs/numerics.md says how they were made. */
 
 INLINE real safe_select_near(real x, real bound, real near, real far)
 {
@@ -71,17 +71,30 @@ INLINE real safe_logit_geometric_mean(real y, real y_max, real y_scale, real y_i
     return safe_exp(safe_logit_log_geometric_mean(y, y_max, y_scale, y_inv_sum_exp, x, x_max, x_scale, x_inv_sum_exp, ratio, a));
 }
 
-/* cap · tanh(x / cap), and its derivative from its value */
+/* cap · tanh(x / cap), and its derivative from its value. In float it is x less a minimax fit, where x is small beside the cap, or
+   else the cap less 2·cap·e / (1 + e), e = exp(-2|x| / cap). What is taken off is the smaller part: its rounding counts little. */
 INLINE real softcapped(real x, real cap)
 {
+#if REAL_IS_DOUBLE
     const real less = safe_expm1(-2 * safe_abs(x) / cap), tanh_of = cap * (less / (2 + less));
     return x < 0 ? tanh_of : -tanh_of;
+#else
+    const real size = safe_abs(x) * (1 / cap), square = size * size;
+    real sum = -0.005895157f;
+    sum = sum * square + 0.020795971f;
+    sum = sum * square - 0.05378383f;
+    sum = sum * square + 0.13331924f;
+    sum = sum * square - 0.333333f;
+    const real near = real_fma(x * square, sum, x);
+    const real power = mass_exp(-2 * size), far = cap - in_range_ratio_or_zero(2 * cap * power, 1 + power);
+    return size < 0.6f ? near : real_copysign(far, x);
+#endif
 }
 
 INLINE real softcap_grad(real capped, real cap)
 {
-    const real t = capped / cap;
-    return (1 - t) * (1 + t);
+    const real inverse = 1 / cap;
+    return (cap - capped) * inverse * ((cap + capped) * inverse);
 }
 
 INLINE real safe_mass_times(real mass, real x)

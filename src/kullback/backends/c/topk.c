@@ -45,7 +45,7 @@ INLINE real counted_grad(real value, Counting c)
 {
     if (!IS_LOGITS)
         return 1;
-    return (IS_CAPPED ? softcap_grad(value / c.inv_temperature, c.softcap) : (real)1) * c.inv_temperature;
+    return (IS_CAPPED ? softcap_grad(value * (1 / c.inv_temperature), c.softcap) : (real)1) * c.inv_temperature;
 }
 
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)

@@ -78,6 +78,9 @@ INLINE real in_range_log(real x)
     return fmaf(power, LN2, fmaf(power, -LG2_MEAN_SLOPE * LN2, -LG2_MEAN_ERROR * LN2));
 }
 
+/* e^x of x that is no more than 0 */
+INLINE real mass_exp(real x) { return ex2_approx_ftz(x * 1.44269504f); }
+
 INLINE real safe_log(real x) { return logf(x); }
 INLINE real safe_expm1(real x) { return expm1f(x); }
 INLINE real safe_log1p(real x) { return log1pf(x); }

@@ -17,10 +17,10 @@ INLINE real counted(real x, real softcap, real reference)
     return IS_CAPPED ? softcapped(x, softcap) : IS_LOGITS ? x - reference : x;
 }
 
-/* d (counted · inv_temperature) / dx, from what it counts as */
+/* d (counted · inv_temperature) / dx, from what is counted */
 INLINE real counted_grad(real value, real inv_temperature, real softcap)
 {
-    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value / inv_temperature, softcap) : (real)1) * inv_temperature : (real)1;
+    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value, softcap) : (real)1) * inv_temperature : (real)1;
 }
 
 /* e^(d · inv_temperature) = power(d · exponent_scale(inv_temperature)) */
