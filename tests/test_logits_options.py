@@ -7,7 +7,7 @@ import torch
 
 import kullback
 from tests import kinds, oracle
-from tests.kinds import KINDS
+from tests.kinds import EVERY_BACKEND, KINDS
 from tests.samples import sample
 from tests.tolerances import FLOAT_SUM, relative_error
 
@@ -250,3 +250,27 @@ def test_a_negative_view_is_read_as_it_is(backend, device):
 def test_quotients_that_float32_cannot_hold(options):
     with pytest.raises(ValueError, match="between 1e-30 and 1e30"):
         kullback.divergence(torch.zeros(2, 6), torch.zeros(2, 6), **options)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [30.0, 7.3])
+@pytest.mark.parametrize("temperature", [0.3, 0.9, 1.0, 2.7])
+def test_a_logit_far_beyond_its_cap_has_no_slope(backend, device, dtype, cap, temperature):
+    """The label's and a teacher's tokens have a slope of their own."""
+    far = 100 * cap
+    x = torch.tensor([[far, -far, cap, cap / 2, far, -torch.inf]], dtype=dtype, device=device)
+    saturated = x.abs() > cap
+    ids, label = torch.tensor([[1, 0]], device=device), torch.tensor([1], device=device)
+    teacher = torch.tensor([[-1.0, -1.5]], device=device)
+    options = {"softcap": cap, "temperature": temperature}
+    losses = {
+        "labels": lambda leaf: kullback.divergence(leaf, None, labels=label, z_weight=0.1, **options),
+        "top-k": lambda leaf: kullback.topk_divergence(leaf, teacher, ids, target_temperature=1.0, **options),
+        "kl": lambda leaf: kullback.divergence(leaf, x.flip(-1), target_softcap=cap, labels=label, **options),
+    }
+    for name, loss in losses.items():
+        leaf = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss(leaf), leaf)
+        assert (found[saturated] == 0).all(), (name, found)
+        assert (found[~saturated] != 0).all(), (name, found)

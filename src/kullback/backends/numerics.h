@@ -97,6 +97,13 @@ INLINE real softcap_grad(real capped, real cap)
     return (cap - capped) * inverse * ((cap + capped) * inverse);
 }
 
+/* From the value times inv_temperature: the cap itself is told before a quotient rounds it. */
+INLINE real scaled_softcap_grad(real scaled, real inv_temperature, real cap)
+{
+    const real slope = softcap_grad(scaled / inv_temperature, cap);
+    return safe_abs(scaled) < cap * inv_temperature ? slope : (real)0;
+}
+
 INLINE real safe_mass_times(real mass, real x)
 {
     const int nothing = (mass == 0) & (safe_abs(x) == REAL_INFINITY);

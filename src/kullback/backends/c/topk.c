@@ -18,14 +18,16 @@ typedef struct {
     int32_t threads;
 } Arguments;
 
-/* How elements of a row count */
+/* How elements of a row count, which is scaled in the end */
 typedef struct { real inv_temperature, softcap, reference; } Counting;
 
 INLINE real counted(X x, Counting c)
 {
     const real value = LOAD_X(x);
-    return IS_LOGITS ? (IS_CAPPED ? softcapped(value, c.softcap) : value - c.reference) * c.inv_temperature : value;
+    return IS_CAPPED ? softcapped(value, c.softcap) : IS_LOGITS ? value - c.reference : value;
 }
+
+INLINE real scaled(real value, Counting c) { return IS_LOGITS ? value * c.inv_temperature : value; }
 
 /* The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail. */
 static real reference_of(const X *x, const int64_t *ids, int64_t k)
@@ -40,13 +42,8 @@ static real reference_of(const X *x, const int64_t *ids, int64_t k)
     return safe_abs(largest) < (real)INFINITY ? largest : (real)0;
 }
 
-/* d counted / dx, from what it counts as */
-INLINE real counted_grad(real value, Counting c)
-{
-    if (!IS_LOGITS)
-        return 1;
-    return (IS_CAPPED ? softcap_grad(value * (1 / c.inv_temperature), c.softcap) : (real)1) * c.inv_temperature;
-}
+/* d scaled / dx of a slope of what is counted */
+INLINE real scaled_grad(real slope, Counting c) { return IS_LOGITS ? (IS_CAPPED ? slope : (real)1) * c.inv_temperature : (real)1; }
 
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
 
@@ -54,7 +51,7 @@ NOINLINE static void copy_counted(const X *x, real *values, int64_t n, Counting 
 {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        values[i] = counted(x[i], c);
+        values[i] = scaled(counted(x[i], c), c);
 }
 
 NOINLINE static double mean_of(const real *values, int64_t n)
@@ -102,8 +99,8 @@ NOINLINE static void scatter_others(const X *x, X *out, int64_t n, Counting c, r
     const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        const real value = counted(x[i], c);
-        out[i] = STORE_X(IS_PROBS ? d_tail : (d_tail * safe_exp(value - lse) + d_each) * counted_grad(value, c));
+        const real value = counted(x[i], c), slope = scaled_grad(softcap_grad(value, c.softcap), c);
+        out[i] = STORE_X(IS_PROBS ? d_tail : (d_tail * safe_exp(scaled(value, c) - lse) + d_each) * slope);
     }
 }
 
@@ -121,7 +118,7 @@ void kullback_gather(const Arguments *a)
             const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
             real *gathered = a->gathered + row * a->width;
             for (int64_t j = 0; j < a->k; j++)
-                gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], c);
+                gathered[j] = ids[j] < 0 ? NOTHING : scaled(counted(x[ids[j]], c), c);
             if (has_tail) {
                 copy_counted(x, values, a->vocab, c);
                 if (has_mean)
@@ -157,8 +154,9 @@ void kullback_scatter(const Arguments *a)
             scatter_others(x, out, a->vocab, c, tail, d_tail, d_each);
         for (int64_t j = 0; j < a->k; j++)
             if (ids[j] >= 0) {
-                const real own = d_gathered[j] + d_each, slope = counted_grad(gathered[j], c);
-                out[ids[j]] = STORE_X(own == 0 ? (real)0 : own * slope);
+                const real own = d_gathered[j] + d_each;
+                const real slope = scaled_softcap_grad(gathered[j], c.inv_temperature, c.softcap);
+                out[ids[j]] = STORE_X(own == 0 ? (real)0 : own * scaled_grad(slope, c));
             }
     }
 }

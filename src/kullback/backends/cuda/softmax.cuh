@@ -17,10 +17,10 @@ INLINE real counted(real x, real softcap, real reference)
     return IS_CAPPED ? softcapped(x, softcap) : IS_LOGITS ? x - reference : x;
 }
 
-/* d (counted · inv_temperature) / dx, from what is counted */
-INLINE real counted_grad(real value, real inv_temperature, real softcap)
+/* d (counted · inv_temperature) / dx, from the slope of what is counted */
+INLINE real scaled_grad(real slope, real inv_temperature)
 {
-    return IS_LOGITS ? (IS_CAPPED ? softcap_grad(value, softcap) : (real)1) * inv_temperature : (real)1;
+    return IS_LOGITS ? (IS_CAPPED ? slope : (real)1) * inv_temperature : (real)1;
 }
 
 /* e^(d · inv_temperature) = power(d · exponent_scale(inv_temperature)) */

@@ -61,7 +61,7 @@ def gather(work: Gather) -> None:
 
 def gathered(problem: Problem, x: Tensor, ids: Tensor, others: int) -> Tensor:
     """[rows, k + others]: what rows are at their ids; what all others have together; and the mean of all."""
-    form, values = problem.input.form, _counted(problem, x, ids)
+    form, values = problem.input.form, _tempered(problem, _counted(problem, x, ids))
     nothing = none_of(form)
     at_ids = torch.where(ids < 0, nothing, values.gather(-1, ids.clamp(min=0)))
     if not others:
@@ -89,7 +89,8 @@ def scatter(work: Scatter) -> None:
 def scattered(problem: Problem, x: Tensor, ids: Tensor, others: Tensor, d_gathered: Tensor) -> Tensor:
     """The gradient in rows, from that in what was gathered of them, of which `others` are not at ids."""
     side, vocab = problem.input, x.size(-1)
-    values = _counted(problem, x, ids)
+    counted = _counted(problem, x, ids)
+    values = _tempered(problem, counted)
     gradient = torch.zeros_like(values)
     at_ids, d_tail, d_mean = d_gathered.tensor_split([ids.size(-1), ids.size(-1) + 1], -1)
     if others.size(-1):
@@ -105,8 +106,7 @@ def scattered(problem: Problem, x: Tensor, ids: Tensor, others: Tensor, d_gather
         gradient = gradient + d_mean / vocab
     if side.form != "logits":
         return gradient
-    slope = softcap_grad(values * side.temperature, side.softcap) / side.temperature
-    return torch.where(gradient == 0, 0.0, gradient * slope)
+    return torch.where(gradient == 0, 0.0, gradient * (softcap_grad(counted, side.softcap) / side.temperature))
 
 
 def scattered_again(
@@ -128,13 +128,15 @@ def _chunks(x: Tensor) -> Iterator[slice]:
 
 
 def _counted(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
-    """As they count: logits capped and tempered; those without a cap less the row's reference."""
+    """As they count, but for the temperature: logits capped; those without a cap less the row's reference."""
     values, side = x.to(kept_dtype(x.dtype)), problem.input
     if side.form != "logits":
         return values
-    if side.softcap:
-        return capped(values, side.softcap) / side.temperature
-    return (values - reference(values.detach(), ids)) / side.temperature
+    return capped(values, side.softcap) if side.softcap else values - reference(values.detach(), ids)
+
+
+def _tempered(problem: Problem, counted: Tensor) -> Tensor:
+    return counted / problem.input.temperature if problem.input.form == "logits" else counted
 
 
 def reference(values: Tensor, ids: Tensor) -> Tensor:
