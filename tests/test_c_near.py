@@ -64,7 +64,7 @@ def test_values_and_gradients(backend, generator, kind, wants, far):
         x[:, 300], y[:, 300] = -3.0, -6.0
         x[:, 700] = y[:, 700] = -torch.inf
     assert modes_of(kind, x, y) == [Mode.STABLE] * 6
-    for softcap in (None, 20.0):
+    for softcap in (None, 20.0) if all(wants) else (None,):
         leaves = [t.double().requires_grad_() for t in (x, y)]
         capped = leaves if softcap is None else [softcap * torch.tanh(t / softcap) for t in leaves]
         losses = oracle.divergence(*capped, kind, temperature=0.9, **kinds.parameters(kind))

@@ -141,7 +141,7 @@ def check_pieces(device, generator, kind, form, target_form):
         x, y = (sample(f, (5, vocab), generator).to(device) for f in (form, target_form))
     upstream = torch.rand(len(x), generator=generator, dtype=torch.float64).to(device) + 0.5
     expected = truth(problem, x, y, upstream)
-    ours = in_pieces(problem, x, y, upstream, (1, 130, 640))
+    ours = in_pieces(problem, x, y, upstream, (1, 21, 512))
     together = whole(problem, x, y, upstream)
     for name, mine, once, exact in zip(("loss", "input", "target"), ours, together, expected, strict=True):
         for row in range(len(x)):

@@ -195,7 +195,7 @@ def test_no_weight_at_all_is_zero(kind, form, backend, device, generator):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.few_kinds)], ids=str)
 def test_identical_logits_give_exactly_nothing(kind, dtype, backend, device, generator):
     x = sample("logits", (7, 1271), generator, dtype).to(device).requires_grad_()
     y = x.detach().clone().requires_grad_()

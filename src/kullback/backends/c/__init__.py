@@ -161,6 +161,8 @@ def _rows(work: Rows) -> None:
         return
     rows, vocab = x.shape
     weight, labels = (None if t is None else t.contiguous() for t in work.operands.of_rows)
+    if weight is not None and vocab > 1:  # few beside the elements; and one kernel serves all dtypes of weights
+        weight = weight.to(torch.float64)
     strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, work.d_input, work.d_target)]
     elements = rows * vocab
     if _is_flat(work):
