@@ -99,8 +99,9 @@ def test_forward_alone_and_softcapped(rows, kind):
     (found,) = torch.autograd.grad(kullback.divergence(x, rows.y, kind, reduction="sum", **parameters), x)
     for row, name in enumerate(rows.names):
         alone = kullback.divergence(rows.x[row : row + 1], rows.y[row : row + 1], kind, reduction="sum", **parameters)
-        # Capped logits are rounded before their difference is found.
-        assert relative_error(alone, truth[row]) < 3 * LOSS, name
+        # Capped logits are rounded before their difference is found: of two tokens that share a row each may be 2e-6
+        # off. Masses of the sides differ by 0.03 there, so that the loss is 1.2e-7 off, or 4e-5 of itself.
+        assert relative_error(alone, truth[row]) < 5 * LOSS, name
         assert relative_error(found[row], expected[row]) < BF16_CACHED, name
 
 
