@@ -16,8 +16,6 @@ from kullback.formula import TENSOR
 FUNCTIONS = ("exp", "log", "expm1", "log1p")
 # In ulps: of exp and log as a libm has them; the others are what their users need.
 BUDGET = {"exp": 1.0, "log": 1.0, "expm1": 4.0, "log1p": 3.0}
-
-
 CAP = 30
 
 

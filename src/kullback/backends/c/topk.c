@@ -18,7 +18,7 @@ typedef struct {
     int32_t threads;
 } Arguments;
 
-/* How elements of a row count, which is scaled in the end */
+/* How elements of a row count, before they are multiplied by inv_temperature, which is 1 but for logits */
 typedef struct { real inv_temperature, softcap, reference; } Counting;
 
 INLINE real counted(X x, Counting c)
@@ -26,8 +26,6 @@ INLINE real counted(X x, Counting c)
     const real value = LOAD_X(x);
     return IS_CAPPED ? softcapped(value, c.softcap) : IS_LOGITS ? value - c.reference : value;
 }
-
-INLINE real scaled(real value, Counting c) { return IS_LOGITS ? value * c.inv_temperature : value; }
 
 /* The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail. */
 static real reference_of(const X *x, const int64_t *ids, int64_t k)
@@ -42,16 +40,13 @@ static real reference_of(const X *x, const int64_t *ids, int64_t k)
     return safe_abs(largest) < (real)INFINITY ? largest : (real)0;
 }
 
-/* d scaled / dx of a slope of what is counted */
-INLINE real scaled_grad(real slope, Counting c) { return IS_LOGITS ? (IS_CAPPED ? slope : (real)1) * c.inv_temperature : (real)1; }
-
 #define NOTHING (IS_PROBS ? (real)0 : -(real)INFINITY)
 
 NOINLINE static void copy_counted(const X *x, real *values, int64_t n, Counting c)
 {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        values[i] = scaled(counted(x[i], c), c);
+        values[i] = counted(x[i], c) * c.inv_temperature;
 }
 
 NOINLINE static double mean_of(const real *values, int64_t n)
@@ -99,14 +94,14 @@ NOINLINE static void scatter_others(const X *x, X *out, int64_t n, Counting c, r
     const real lse = safe_abs(tail) < (real)INFINITY || tail > 0 ? tail : (real)0; /* none: exp(-inf) is 0 */
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        const real value = counted(x[i], c), slope = scaled_grad(softcap_grad(value, c.softcap), c);
-        out[i] = STORE_X(IS_PROBS ? d_tail : (d_tail * safe_exp(scaled(value, c) - lse) + d_each) * slope);
+        const real value = counted(x[i], c), slope = (IS_CAPPED ? softcap_grad(value, c.softcap) : (real)1) * c.inv_temperature;
+        out[i] = STORE_X(IS_PROBS ? d_tail : (d_tail * safe_exp(value * c.inv_temperature - lse) + d_each) * slope);
     }
 }
 
 void kullback_gather(const Arguments *a)
 {
-    const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
+    const real inv_temperature = IS_LOGITS ? (real)(1 / a->temperature) : (real)1, softcap = (real)a->softcap;
     const int has_tail = a->width > a->k, has_mean = a->width > a->k + 1;
 #pragma omp parallel num_threads(a->threads)
     {
@@ -118,7 +113,7 @@ void kullback_gather(const Arguments *a)
             const Counting c = { inv_temperature, softcap, reference_of(x, ids, a->k) };
             real *gathered = a->gathered + row * a->width;
             for (int64_t j = 0; j < a->k; j++)
-                gathered[j] = ids[j] < 0 ? NOTHING : scaled(counted(x[ids[j]], c), c);
+                gathered[j] = ids[j] < 0 ? NOTHING : counted(x[ids[j]], c) * c.inv_temperature;
             if (has_tail) {
                 copy_counted(x, values, a->vocab, c);
                 if (has_mean)
@@ -135,7 +130,7 @@ void kullback_gather(const Arguments *a)
 
 void kullback_scatter(const Arguments *a)
 {
-    const real inv_temperature = (real)(1 / a->temperature), softcap = (real)a->softcap;
+    const real inv_temperature = IS_LOGITS ? (real)(1 / a->temperature) : (real)1, softcap = (real)a->softcap;
     const int has_tail = a->width > a->k, has_mean = a->width > a->k + 1;
     ask_for_large_pages(a->d_input, (int64_t)sizeof(X) * a->rows * a->vocab);
 #pragma omp parallel for schedule(static) num_threads(a->threads)
@@ -155,8 +150,8 @@ void kullback_scatter(const Arguments *a)
         for (int64_t j = 0; j < a->k; j++)
             if (ids[j] >= 0) {
                 const real own = d_gathered[j] + d_each;
-                const real slope = scaled_softcap_grad(gathered[j], c.inv_temperature, c.softcap);
-                out[ids[j]] = STORE_X(own == 0 ? (real)0 : own * scaled_grad(slope, c));
+                const real slope = IS_CAPPED ? scaled_softcap_grad(gathered[j], inv_temperature, softcap) : (real)1;
+                out[ids[j]] = STORE_X(own == 0 ? (real)0 : own * (slope * inv_temperature));
             }
     }
 }

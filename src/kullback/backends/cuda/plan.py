@@ -270,7 +270,8 @@ def logits(
     groups = SHORT_THREADS // lanes
     while slots * groups * slot * vector_bytes > SHORT_BYTES:
         groups //= 2
-    # What converts both tensors in ways of their own takes more registers. Rows that share a warp take some, too.
+    # What converts both tensors in ways of their own, or caps them, takes more registers. Rows that share a warp take
+    # some, too.
     wide = x != y or (both and (capped or x == torch.float16))
     warps = 16 if wide else 20 if lanes < 32 and (both or capped or labelled or x == torch.float16) else 24
     shape = LogitsShape(

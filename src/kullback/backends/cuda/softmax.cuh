@@ -17,12 +17,6 @@ INLINE real counted(real x, real softcap, real reference)
     return IS_CAPPED ? softcapped(x, softcap) : IS_LOGITS ? x - reference : x;
 }
 
-/* d (counted · inv_temperature) / dx, from the slope of what is counted */
-INLINE real scaled_grad(real slope, real inv_temperature)
-{
-    return IS_LOGITS ? (IS_CAPPED ? slope : (real)1) * inv_temperature : (real)1;
-}
-
 /* e^(d · inv_temperature) = power(d · exponent_scale(inv_temperature)) */
 INLINE real exponent_scale(real inv_temperature) { return REAL_IS_DOUBLE ? inv_temperature : inv_temperature * (real)1.44269504; }
 

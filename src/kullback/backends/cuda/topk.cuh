@@ -186,7 +186,7 @@ INLINE real other_grad(real x, real inv_temperature, real softcap, real referenc
         return d_tail;
     const real value = counted(x, softcap, reference);
     const real part = d_tail * power(exponent_scale(real_fma(value, inv_temperature, -tail))) + d_each;
-    return part * scaled_grad(softcap_grad(value, softcap), inv_temperature);
+    return part * ((IS_CAPPED ? softcap_grad(value, softcap) : (real)1) * inv_temperature);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 2 : 4)
@@ -234,8 +234,8 @@ kullback_scatter(const X *x, const long long *ids, const real *gathered, const r
         for (long long j = threadIdx.x; j < k; j += THREADS)
             if (own[j] >= 0) {
                 const real d = d_gathered[row * width + j] + d_each;
-                const real slope = scaled_softcap_grad(gathered[row * width + j], inverse, cap);
-                to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * scaled_grad(slope, inverse));
+                const real slope = IS_CAPPED ? scaled_softcap_grad(gathered[row * width + j], inverse, cap) : (real)1;
+                to[own[j]] = rounded<X>(d == 0 ? (real)0 : d * (slope * inverse));
             }
     }
 }
