@@ -515,6 +515,33 @@ def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dty
     assert relative_error(torch.autograd.grad(linear, head)[0][:, :5].T.cpu(), expected) < gradient(dtype)
 
 
+@pytest.mark.parametrize(("vocab", "k"), [(300, 5), (6, 5)])
+def test_a_label_leaves_a_teachers_tail_as_it_is(backend, device, generator, vocab, k):
+    """Of any kind: among the ids, in the tail, a part of it that has no mass, and all of it. Traced or not."""
+    x = torch.randn(5, vocab, generator=generator)
+    log_p, ids = (x + 0.3 * torch.randn(5, vocab, generator=generator)).log_softmax(-1).topk(k)
+    outside = torch.ones(5, vocab, dtype=torch.bool).scatter(-1, ids, False)
+    labels = outside.int().argmax(-1)
+    labels[0], labels[1] = ids[0, 1], -100
+    x[2, labels[2]] = -30.0
+    x[4, labels[4]] = 4.0
+    given = [t.to(device) for t in (log_p, ids)]
+    barely = {"labels": labels.to(device), "label_weight": 1e-12, "reduction": "none"}
+    for kind in KINDS:
+        params = kinds.parameters(kind)
+        leaf = x.double().requires_grad_()
+        expected = kullback.topk_divergence(leaf, log_p.double(), ids, kind, reduction="none", **params)
+        ours = x.to(device, copy=True).requires_grad_()
+        losses = kullback.topk_divergence(ours, *given, kind, **barely, **params)
+        assert relative_error(losses, expected) < 1e-5, kind
+        theirs = torch.autograd.grad(expected.sum(), leaf)[0]
+        assert relative_error(torch.autograd.grad(losses.sum(), ours)[0], theirs) < 1e-5, kind
+        traced = torch.func.grad(
+            lambda x, kind=kind, params=params: kullback.topk_divergence(x, *given, kind, **barely, **params).sum()
+        )
+        assert relative_error(traced(ours.detach()), theirs) < 1e-5, kind
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("teacher", ["hidden", "logits", "none"])
 @SMOOTHED

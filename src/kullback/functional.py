@@ -539,9 +539,7 @@ def topk_divergence(
     reduced = reduction_of(reduction, input, weight, normalizer, dtype)
     operands = Operands(input, target, reduced.row_weight, labels)
     with collecting.apart(problem, operands) if collecting.is_collecting() else contextlib.nullcontext():
-        if teacher.problem.has_auxiliary:
-            loss = reduced.finish(reduced.of_rows(topk.auxiliary_rows(teacher, operands, dtype)))
-        elif reduced.per_row:
+        if reduced.per_row:
             loss = reduced.finish(topk.per_row(teacher, operands, dtype))
         else:
             loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))

@@ -23,7 +23,17 @@ from kullback.autograd import Context, Gradients, is_differentiated_again, weigh
 from kullback.backends.pytorch import topk as in_torch
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
+from kullback.problem import (
+    DIVERGENCE_ALONE,
+    IGNORED,
+    UNSIGNED,
+    Problem,
+    Side,
+    Weights,
+    decode,
+    gathered_dtype,
+    kept_dtype,
+)
 from kullback.tracing import is_traced
 from kullback.work import Entries, Gather, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
@@ -172,39 +182,35 @@ def others_of(problem: Problem) -> int:
 
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same of losses that are more than divergences: the ids, labels too; what was gathered there; its gradient."""
-    problem, x, labels, weights = work.problem, work.input, work.labels, work.problem.weights
-    teacher = Teacher(ids, problem, negligible, work.target.size(-1) > ids.size(-1))
-    wide, k = with_labels(ids, labels), ids.size(-1)
-    gathered, offset = gather(problem, x, wide, others_of(problem)), offset_of(problem, x, wide)
-    upstream = gathered.new_ones(x.size(0)) if work.row_weight is None else work.row_weight.to(gathered.dtype)
-    gathered = torch.where((upstream == 0).unsqueeze(-1), 0.0, gathered)
-    outcomes, mean = gathered.tensor_split([k + 2], -1)
-    at_teacher, at_label = without_label(teacher, outcomes), is_label(wide, labels)
-    losses = gathered.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
-    of_divergence = work._replace(scale=work.scale * weights.divergence, loss=losses, total=None)
-    d_teacher = _run_on_gathered(of_divergence, ids, at_teacher, negligible)
-    lse = log_sum(outcomes)
-    total_lse = lse.squeeze(-1) + offset
+    problem, x, k = work.problem, work.input, ids.size(-1)
+    has_tail = work.target.size(-1) > k
+    rows = labelled_rows(problem, x, ids, work.target if has_tail else None, work.row_weight, work.labels, negligible)
+    outcomes = rows.operands.input
+    losses = outcomes.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
+    d_outcomes = None if work.d_input is None else torch.empty_like(outcomes, memory_format=torch.contiguous_format)
+    small = work._replace(problem=rows.problem, operands=rows.operands, loss=losses, total=None, d_input=d_outcomes)
+    backends.run(small)
+    if not has_tail:
+        ours = torch.empty_like(losses) if losses is not None else None
+        teacher = Teacher(ids, problem, negligible, has_tail)
+        of_divergence = work._replace(scale=work.scale * problem.weights.divergence, loss=ours, total=None)
+        d_teacher = _run_on_gathered(of_divergence, ids, without_label(teacher, outcomes), negligible)
+        if losses is not None and ours is not None:
+            losses += ours * problem.weights.divergence
+        if d_outcomes is not None and d_teacher is not None:
+            d_outcomes[:, :k] += d_teacher[:, :k]
+            if d_teacher.size(-1) > k:  # the tail's, shared between the label and the others
+                d_outcomes[:, k:] += d_teacher[:, k:] * shares(outcomes[:, k:]).exp()
     if losses is not None:
-        logit = torch.where(at_label, outcomes[:, :-1], 0.0).sum(-1)
-        none, of_mean = torch.zeros_like(losses), mean.sum(-1)  # 0 where none was gathered
-        more = auxiliary.losses(problem, none, lse.squeeze(-1), labels, logit, of_mean, offset)
-        losses = losses * weights.divergence + weighted(more, upstream)
+        if rows.rest is not None:
+            losses += rows.rest.losses(work.row_weight)
         if work.loss is not None:
             work.loss.copy_(losses)
         if work.total is not None:
             work.total.copy_(losses.sum() * work.scale)
-    if d_teacher is None:
-        return wide, gathered, None
-    d_outcomes = torch.nn.functional.pad(d_teacher[:, :k], (0, 2))
-    if at_teacher.size(-1) > k:  # the tail's, shared between the label and the others
-        d_outcomes[:, k:] = d_teacher[:, k:] * (outcomes[:, k:] - log_sum(outcomes[:, k:])).nan_to_num().exp()
-    upstream = upstream * work.scale
-    factor = auxiliary.mass_factor(problem, total_lse, labels) * upstream
-    d_outcomes += factor.unsqueeze(-1) * (outcomes - lse).nan_to_num().exp()
-    of_label = torch.where(auxiliary.counts(labels, upstream), upstream * weights.label, 0.0).unsqueeze(-1)
-    d_outcomes[:, :-1] -= torch.where(at_label, of_label * (1 - weights.smoothing), 0.0)
-    return wide, gathered, torch.cat([d_outcomes, -weights.smoothing * of_label.expand_as(mean)], -1)
+    if d_outcomes is None:
+        return rows.ids, rows.columns, None
+    return rows.ids, rows.columns, rows.d_columns(d_outcomes, work.row_weight, work.scale)
 
 
 def _gather(input: Tensor, ids: Tensor, problem: str, scalars: Scalars, symbols: Tensor | None, others: int) -> Tensor:
@@ -430,40 +436,38 @@ def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tupl
 
 
 def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
-    """row_weight · loss of each row, of a loss that is more than a divergence; differentiable."""
+    """row_weight · loss of each row, of a loss that is more than a divergence: of operators."""
     problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
     if problem.input.form != "logits":
-        rows = per_row(teacher, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
+        alone = teacher._replace(problem=dataclasses.replace(problem, weights=DIVERGENCE_ALONE))
+        rows = per_row(alone, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
         if labels is None:
             return rows
         tokens = problem.vocab or input.size(-1)
         form = problem.input.form
         return rows + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
-    wide = with_labels(teacher.ids, labels)
+    wide, places = with_labels(teacher.ids, labels)
     gathered: Tensor = GatherRows.apply(input, wide, problem, others_of(problem))
     if row_weight is not None:
         gathered = torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
     small = _of_gathered(teacher, operands, without_label(teacher, outcomes))
     lse = log_sum(outcomes).squeeze(-1)
-    logit = torch.where(is_label(wide, labels), outcomes[..., :-1], 0.0).sum(-1)
+    none = torch.zeros_like(lse)
+    logit = none if places is None else outcomes.gather(-1, places.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     offset = offset_of(problem, input, wide)
-    more = auxiliary.losses(problem, torch.zeros_like(lse), lse, labels, logit, mean.sum(-1), offset)
+    more = auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset)
     return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
 
 
-def with_labels(ids: Tensor, labels: Tensor | None) -> Tensor:
-    """[..., k + 1]: each row's ids and its label, or -1 where it has none or that is among them."""
+def with_labels(ids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """[..., k + 1]: rows' ids and labels, -1 where there is none or it is among them; and where labels stand there."""
     if labels is None:
-        return torch.cat([ids, torch.full_like(ids[..., :1], -1)], -1)
+        return torch.cat([ids, torch.full_like(ids[..., :1], -1)], -1), None
     own = labels.unsqueeze(-1)
-    extra = torch.where((own < 0) | (ids == own).any(-1, keepdim=True), -1, own)
-    return torch.cat([ids, extra], -1)
-
-
-def is_label(wide: Tensor, labels: Tensor | None) -> Tensor:
-    """Which of these ids is the row's label."""
-    return torch.zeros_like(wide, dtype=torch.bool) if labels is None else (wide >= 0) & (wide == labels.unsqueeze(-1))
+    wide = torch.cat([ids, torch.where((own < 0) | (ids == own).any(-1, keepdim=True), -1, own)], -1)
+    places = (wide == own).to(torch.int8).argmax(-1)
+    return wide, torch.where(labels < 0, IGNORED, places)
 
 
 def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
@@ -489,15 +493,130 @@ def log_sum(values: Tensor) -> Tensor:
     return torch.where(nothing, -math.inf, torch.where(nothing, 0.0, values).logsumexp(-1, keepdim=True))
 
 
-def gather_rows(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
-    """The student and the teacher at the teacher's tokens, [rows, k + 1], and the problem of the two."""
+class Rest(NamedTuple):
+    """What z-loss and the part of labels that is spread over all tokens add to losses of gathered rows."""
+
+    problem: Problem  # with no other weights
+    outcomes: Tensor  # [rows, n]
+    lse: Tensor  # [rows]
+    mean: Tensor  # [rows, 1], or without smoothing [rows, 0]
+    offset: Tensor | float  # as of `offset_of`
+    labels: Tensor | None  # [rows]
+
+    def losses(self, row_weight: Tensor | None) -> Tensor:
+        none, mean = torch.zeros_like(self.lse), self.mean.sum(-1)
+        losses = auxiliary.losses(self.problem, none, self.lse, self.labels, none, mean, self.offset)
+        return weighted(losses, row_weight)
+
+    def add_gradient(self, d_outcomes: Tensor, upstream: Tensor) -> Tensor:
+        """[rows, n + 0 or 1]: that of outcomes with its own, and that of the mean."""
+        factor = auxiliary.mass_factor(self.problem, self.lse + self.offset, self.labels)
+        counts = (upstream != 0) & (self.lse != -math.inf)
+        more = (factor * upstream).unsqueeze(-1) * (self.outcomes - self.lse.unsqueeze(-1)).exp()
+        d_outcomes = d_outcomes + torch.where(counts.unsqueeze(-1), more, 0.0)
+        spread = torch.where(auxiliary.counts(self.labels, upstream), upstream * self.problem.weights.label, 0.0)
+        return torch.cat([d_outcomes, -spread.unsqueeze(-1).expand_as(self.mean)], -1)
+
+
+class Gathered(NamedTuple):
+    """Rows at a teacher's tokens, [rows, k], and their labels: a small problem, and the way back from its gradient."""
+
+    ids: Tensor  # [rows, k], or with a label's place behind them
+    columns: Tensor  # [rows, ids and others], as of `Gather`
+    problem: Problem
+    operands: Operands  # [rows, ids and the tail]; labels are places among the ids
+    rest: Rest | None
+
+    def total(self, scale: float, dtype: torch.dtype, wants: bool) -> tuple[Tensor, Tensor | None]:
+        """scale · Σ row_weight · loss, and its gradient in the columns."""
+        total, d_outcomes, _ = library.sum_losses(self.problem, self.operands, scale, dtype, (wants, False))
+        if self.rest is not None:
+            total = (total + self.rest.losses(self.operands.row_weight).sum() * scale).to(dtype)
+        return total, None if d_outcomes is None else self.d_columns(d_outcomes, self.operands.row_weight, scale)
+
+    def per_row(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """row_weight · loss of each, and their states."""
+        losses, state = library.row_losses(self.problem, self.operands, dtype)
+        if self.rest is not None:
+            losses = (losses + self.rest.losses(self.operands.row_weight)).to(dtype)
+        return losses, state
+
+    def gradient(self, upstream: Tensor, state: Tensor) -> Tensor:
+        """In the columns, from that in rows' losses."""
+        given = self.operands._replace(row_weight=upstream)
+        d_outcomes, _ = library.write_gradients(self.problem, given, state, (True, False))
+        assert d_outcomes is not None
+        return self.d_columns(d_outcomes, upstream)
+
+    def d_columns(self, d_outcomes: Tensor, row_weight: Tensor | None, scale: float = 1.0) -> Tensor:
+        """The gradient in the columns of scale · Σ row_weight · loss, of the problem's."""
+        if self.rest is None:
+            return d_outcomes
+        upstream = torch.ones_like(self.rest.lse) if row_weight is None else row_weight.to(d_outcomes.dtype)
+        return self.rest.add_gradient(d_outcomes, upstream * scale)
+
+
+def gather_rows(teacher: Teacher, operands: Operands) -> Gathered:
+    """The student and the teacher at the teacher's tokens, and at labels."""
     problem = teacher.problem
     x = problem.narrow(as_rows(operands.input))
     ids, target = (t.reshape(-1, t.size(-1)) for t in (teacher.ids, operands.target))
+    row_weight, labels = (None if t is None else row_vector(t, x.size(0)) for t in operands.of_rows)
+    if problem.has_auxiliary:
+        return labelled_rows(problem, x, ids, target, row_weight, labels, teacher.negligible)
     gathered = x.new_empty(x.size(0), ids.size(1) + 1, dtype=gathered_dtype(problem, x))
     parallel.run(Gather(problem, x, ids, gathered, target, teacher.negligible))
-    of_rows = (None if t is None else row_vector(t, x.size(0)) for t in operands.of_rows)
-    return at_ids(problem, problem.input.form), Operands(gathered, target, *of_rows)
+    small = at_ids(problem, problem.input.form)
+    return Gathered(ids, gathered, small, Operands(gathered, target, row_weight), None)
+
+
+def labelled_rows(
+    problem: Problem,
+    x: Tensor,
+    ids: Tensor,
+    target: Tensor | None,
+    row_weight: Tensor | None,
+    labels: Tensor | None,
+    negligible: float,
+) -> Gathered:
+    """Rows of logits at the ids and at labels; without a target of [rows, k + 1] for what labels and z add alone.
+
+    Then the outcomes are their own target: a divergence of 0, with gradients of 0.
+    """
+    wide, places = with_labels(ids, labels)
+    columns = gather(problem, x, wide, others_of(problem))
+    outcomes, mean = columns.tensor_split([wide.size(1) + 1], -1)
+    divergence, label, z, smoothing = problem.weights
+    small = at_ids(problem)
+    if target is None:
+        small, target = Problem("kl", small.input, small.input), outcomes
+    else:
+        target = sharing_its_tail(outcomes, target, negligible, problem)
+    small = dataclasses.replace(small, weights=Weights(divergence, label * (1 - smoothing)))
+    rest = None
+    if z or label * smoothing:
+        of_rest = dataclasses.replace(problem, weights=Weights(1.0, label * smoothing, z, 1.0))
+        lse = outcomes.logsumexp(-1)
+        rest = Rest(of_rest, outcomes, lse, mean, offset_of(problem, x, wide), labels)
+    return Gathered(wide, columns, small, Operands(outcomes, target, row_weight, places), rest)
+
+
+def sharing_its_tail(outcomes: Tensor, target: Tensor, negligible: float, problem: Problem) -> Tensor:
+    """The target, [rows, k + 1], with a label's token taken out of its tail, in the shares that the outcomes have.
+
+    All kinds are sums of terms for which D(c·p, c·q) = c·D(p, q), or follow from one. So equal shares of both change
+    neither the divergence nor, held where they are, its gradient.
+    """
+    k, two = target.size(-1) - 1, outcomes[..., -2:]
+    together = torch.cat([outcomes[..., :k], two.logsumexp(-1, keepdim=True)], -1)
+    target = in_torch.without_rounding(together, target, negligible, problem)
+    return torch.cat([target[..., :k], target[..., k:] + shares(two)], -1)
+
+
+def shares(outcomes: Tensor) -> Tensor:
+    """The logarithm of each one's share of them all; equal ones, where none has anything."""
+    lse = outcomes.logsumexp(-1, keepdim=True)
+    return torch.where(lse == -math.inf, -math.log(outcomes.size(-1)), outcomes - lse)
 
 
 class TopKTotal(torch.autograd.Function):
@@ -506,23 +625,23 @@ class TopKTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, teacher: Teacher, scale: float, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
         given = Operands._make(operands)
-        problem, gathered = gather_rows(teacher, given)
-        total, d_gathered, _ = library.sum_losses(problem, gathered, scale, dtype, (True, False))
+        rows = gather_rows(teacher, given)
+        total, d_columns = rows.total(scale, dtype, True)
         ctx.teacher, ctx.scale, ctx.dtype, ctx.backend = teacher, scale, dtype, backends.forced()
-        ctx.save_for_backward(gathered.input, d_gathered, *operands)
+        ctx.save_for_backward(rows.ids, rows.columns, d_columns, *operands)
         return total
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        gathered, d_gathered, *saved = ctx.saved_tensors
+        ids, columns, d_columns, *saved = ctx.saved_tensors
         teacher, operands = ctx.teacher, Operands(*saved)
         if is_differentiated_again(grad_out):
             d_input = _differentiable(ctx, operands, grad_out * ctx.scale)
         else:
             # 0 in rows that do not count, even if the upstream gradient is infinite
-            d_gathered = torch.where(d_gathered == 0, 0.0, d_gathered * grad_out.to(d_gathered.dtype))
+            d_columns = torch.where(d_columns == 0, 0.0, d_columns * grad_out.to(d_columns.dtype))
             with backends.restored(ctx.backend):
-                d_input = scatter(teacher.problem, operands.input, teacher.ids, gathered, d_gathered)
+                d_input = scatter(teacher.problem, operands.input, ids, columns, d_columns)
         return None, None, None, d_input, *(None for _ in saved[1:])
 
 
@@ -532,25 +651,23 @@ class TopKPerRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, teacher: Teacher, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
         given = Operands._make(operands)
-        problem, gathered = gather_rows(teacher, given)
-        loss, state = library.row_losses(problem, gathered, dtype)
-        ctx.teacher, ctx.problem, ctx.dtype, ctx.backend = teacher, problem, dtype, backends.forced()
-        ctx.save_for_backward(state, gathered.input, gathered.target, *operands)
-        return loss.view(given.input.shape[:-1])
+        rows = gather_rows(teacher, given)
+        losses, state = rows.per_row(dtype)
+        ctx.teacher, ctx.rows, ctx.dtype, ctx.backend = teacher, rows, dtype, backends.forced()
+        ctx.save_for_backward(state, *operands)
+        return losses.view(given.input.shape[:-1])
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        state, gathered, target, *saved = ctx.saved_tensors
-        teacher, operands = ctx.teacher, Operands(*saved)
+        state, *saved = ctx.saved_tensors
+        operands, rows = Operands(*saved), ctx.rows
         if is_differentiated_again(grad_out):
             d_input = _differentiable(ctx, operands, grad_out)
         else:
-            row_weight = None if operands.row_weight is None else row_vector(operands.row_weight, gathered.size(0))
-            given = Operands(gathered, target, weighted(widened(grad_out.reshape(-1)), row_weight))
+            upstream = weighted(widened(grad_out.reshape(-1)), rows.operands.row_weight)
             with backends.restored(ctx.backend):
-                d_gathered = library.write_gradients(ctx.problem, given, state, (True, False))[0]
-                assert d_gathered is not None
-                d_input = scatter(teacher.problem, operands.input, teacher.ids, gathered, d_gathered)
+                d_columns = rows.gradient(upstream, state)
+                d_input = scatter(ctx.teacher.problem, operands.input, rows.ids, rows.columns, d_columns)
         return None, None, d_input, *(None for _ in saved[1:])
 
 
@@ -558,31 +675,40 @@ def _differentiable(ctx: Context, operands: Operands, grad_out: Tensor) -> Tenso
     """The gradient in the input, differentiable or traced: of losses that are found again by operators."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), backends.restored(ctx.backend):
-        losses = autograd.per_row(*on_gathered(ctx.teacher, operands), ctx.dtype)
+        losses = _composed(ctx.teacher, operands, ctx.dtype)
     grad_out = grad_out.expand(losses.shape)
     return torch.autograd.grad(losses, operands.input, grad_out, create_graph=create_graph)[0]
 
 
+def _composed(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
+    """row_weight · loss of each row, of operators."""
+    if teacher.problem.has_auxiliary:
+        return auxiliary_rows(teacher, operands, dtype)
+    return autograd.per_row(*on_gathered(teacher, operands), dtype)
+
+
 def _is_plain(operands: Operands, teacher: Teacher) -> bool:
-    """Whether nothing traces the call, and of the teacher no gradient is wanted."""
+    """Whether nothing traces the call, of the teacher no gradient is wanted, and kernels have all of the loss."""
+    if teacher.problem.has_auxiliary and teacher.problem.input.form != "logits":
+        return False
     return teacher.has_tail and not is_traced(operands.input, operands.target) and not operands.target.requires_grad
 
 
 def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype) -> Tensor:
     """scale · Σ row_weight · loss, 0-d."""
     if not _is_plain(operands, teacher):
-        problem, gathered = on_gathered(teacher, operands)
-        return autograd.total(problem, gathered, scale, dtype)
+        if teacher.problem.has_auxiliary:
+            return (auxiliary_rows(teacher, operands, dtype).sum() * scale).to(dtype)
+        return autograd.total(*on_gathered(teacher, operands), scale, dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKTotal.apply(teacher, scale, dtype, *operands)  # type: ignore[no-any-return]
-    return library.sum_losses(*gather_rows(teacher, operands), scale, dtype)[0]
+    return gather_rows(teacher, operands).total(scale, dtype, False)[0]
 
 
 def per_row(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row."""
     if not _is_plain(operands, teacher):
-        problem, gathered = on_gathered(teacher, operands)
-        return autograd.per_row(problem, gathered, dtype)
+        return _composed(teacher, operands, dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKPerRow.apply(teacher, dtype, *operands)  # type: ignore[no-any-return]
-    return library.row_losses(*gather_rows(teacher, operands), dtype)[0].view(operands.input.shape[:-1])
+    return gather_rows(teacher, operands).per_row(dtype)[0].view(operands.input.shape[:-1])
