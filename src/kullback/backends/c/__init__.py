@@ -161,8 +161,6 @@ def _rows(work: Rows) -> None:
         return
     rows, vocab = x.shape
     weight, labels = (None if t is None else t.contiguous() for t in work.operands.of_rows)
-    if weight is not None and vocab > 1:  # few beside the elements; and one kernel serves all dtypes of weights
-        weight = weight.to(torch.float64)
     strides = [0 if tensor is None else tensor.stride(0) for tensor in (x, y, work.d_input, work.d_target)]
     elements = rows * vocab
     if _is_flat(work):
@@ -172,7 +170,10 @@ def _rows(work: Rows) -> None:
     elif vocab == 1 and not problem.has_logits:
         x, y = x.contiguous(), y.contiguous()
         strides[:2] = [1, 1]
-    loss = work.total if work.loss is None else work.loss
+    loss, total = work.loss, ctypes.c_double()
+    if vocab > 1:  # numbers of rows are few beside elements; and one kernel serves all their dtypes
+        weight = None if weight is None else weight.to(torch.float64)
+        loss = None if loss is None else torch.empty_like(loss, dtype=torch.float64)
     is_double = torch.float64 in (x.dtype, y.dtype)
     near = _near_of(problem.kind, problem.parameter) if problem.is_normalised and not is_double else None
     run = kernel(
@@ -186,7 +187,7 @@ def _rows(work: Rows) -> None:
             (y if work.d_target is None else work.d_target).dtype,
             torch.float64 if weight is None else weight.dtype,
             torch.float64 if loss is None else loss.dtype,
-            work.wants,
+            work.wants if any(work.wants) else (True, False),  # which serves a loss alone, too
             (problem.input.softcap != 0, problem.target.softcap != 0),
             None if near is None else near[0],
         )
@@ -200,8 +201,8 @@ def _rows(work: Rows) -> None:
                 labels=address(labels),
                 known=address(work.known),
                 found=address(work.found),
-                loss=address(work.loss),
-                total=address(work.total),
+                loss=address(loss),
+                total=None if work.total is None else ctypes.addressof(total),
                 d_input=address(work.d_input),
                 d_target=address(work.d_target),
                 figures=address(work.figures),
@@ -228,6 +229,10 @@ def _rows(work: Rows) -> None:
             )
         )
     )
+    if work.total is not None:
+        work.total.fill_(total.value)
+    if work.loss is not None and loss is not None and loss is not work.loss:
+        work.loss.copy_(loss)
 
 
 def _is_flat(work: Rows) -> bool:

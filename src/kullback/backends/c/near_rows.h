@@ -56,7 +56,6 @@ NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softca
     }
 }
 
-#if WANT_GRADIENT
 /* Over √(p·q), as powers of r: d_log_q - q·Σ d_log_q, and the same of p */
 enum { NEAR_GRADIENTS = NEAR_DIFFERENCES + 1 > NEAR_TERMS + 2 ? NEAR_DIFFERENCES + 1 : NEAR_TERMS + 2 };
 typedef struct { real input[NEAR_GRADIENTS], target[NEAR_GRADIENTS]; } NearGradients;
@@ -106,4 +105,3 @@ NOINLINE static void near_gradient(const X *x, const Y *y, DX *d_input, DY *d_ta
         }
     }
 }
-#endif

@@ -2,7 +2,7 @@
    is known of rows (state.py), and the macros
 
    X, Y, DX, DY, WEIGHT, LOSS         element types of input, target, their gradients, row weights, losses
-   WANT_INPUT, WANT_TARGET            which gradients
+   WANT_INPUT, WANT_TARGET            which gradients may be wanted; those without memory are not
    INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
    KEEPS_SLOPES                       whether the sweep that sums a row that is far may leave each d_log_q in the gradient's
                                       memory: what is left to do costs a mass
@@ -27,9 +27,9 @@ typedef struct {
     const double *known;      /* [fields, rows]: of the statistics to accumulate with, of the state of a gradient */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or NULL */
     LOSS *loss;               /* [rows], or NULL */
-    LOSS *total;              /* or NULL */
-    DX *d_input;
-    DY *d_target;
+    double *total;            /* or NULL */
+    DX *d_input;              /* or NULL */
+    DY *d_target;             /* or NULL */
     double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or NULL */
     const float *near;        /* the factors of near rows' polynomials (HAS_NEAR), or NULL */
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
@@ -241,7 +241,7 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #endif
     found->sums = (Sums){ 0, 0, 0, 0 };
 #if KEEPS_SLOPES
-    found->has_slopes = a->verb == VERB_LOSS && (const void *)d_input != (const void *)x;
+    found->has_slopes = a->verb == VERB_LOSS && d_input && (const void *)d_input != (const void *)x;
     if (found->has_slopes)
         fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
     else
@@ -443,13 +443,10 @@ static double mass_factor(const Arguments *a, Label label, double lse)
 
 static void clear(const Arguments *a, int64_t r, int64_t n)
 {
-    (void)n;
-#if WANT_INPUT
-    memset(a->d_input + r * a->d_input_stride, 0, (size_t)n * sizeof(DX));
-#endif
-#if WANT_TARGET
-    memset(a->d_target + r * a->d_target_stride, 0, (size_t)n * sizeof(DY));
-#endif
+    if (a->d_input)
+        memset(a->d_input + r * a->d_input_stride, 0, (size_t)n * sizeof(DX));
+    if (a->d_target)
+        memset(a->d_target + r * a->d_target_stride, 0, (size_t)n * sizeof(DY));
     if (a->loss)
         a->loss[r] = STORE_LOSS(0);
     if (a->figures)
@@ -469,20 +466,14 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     }
     const X *x = a->x + r * a->x_stride;
     const Y *y = a->y + r * a->y_stride;
-    DX *d_input = 0;
-    DY *d_target = 0;
-#if WANT_INPUT
-    d_input = a->d_input + r * a->d_input_stride;
-#endif
-#if WANT_TARGET
-    d_target = a->d_target + r * a->d_target_stride;
-#endif
+    DX *d_input = a->d_input ? a->d_input + r * a->d_input_stride : 0;
+    DY *d_target = a->d_target ? a->d_target + r * a->d_target_stride : 0;
+    const int wants = d_input || d_target;
     Row row = { 0 };
     const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
     Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
     const int has_state = a->verb == VERB_GRADIENT && a->known;
     double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
-    (void)d_input, (void)d_target, (void)d_loss;
 #if INPUT_IS_LOGITS
     const Label label = label_of(a, r, x, y, n, softcaps);
 #endif
@@ -513,7 +504,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     row.target_grad_sum = (real)found.sums.d_log_p;
 #else
 #if ONE_SWEEP
-    if (!has_state) {
+    if (!has_state && wants) {
         sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, (GradOut){ (real)(weight * a->scale), 0 }, &found.sums);
     } else
 #endif
@@ -544,8 +535,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         loss = weight * (a->divergence_weight * done.loss + labelled_loss(a, label, lse(found.input)));
 #endif
     }
-#if WANT_GRADIENT
-    if (!ONE_SWEEP || has_state) {
+    if (wants && (!ONE_SWEEP || has_state)) {
         double upstream = weight * a->scale * d_loss;
 #if INPUT_IS_LOGITS
         const double factor = mass_factor(a, label, lse(found.input));
@@ -583,7 +573,6 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
         }
 #endif
     }
-#endif
     if (a->loss)
         a->loss[r] = STORE_LOSS((real)loss);
     if (a->found)
@@ -594,43 +583,44 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 /* Rows of one element whose term is the loss (`reduction="none"` of kl_div): a row is a vector lane. */
 #define ELEMENTWISE (FINISH_IS_IDENTITY && !HAS_LOGITS)
 #if ELEMENTWISE
-NOINLINE static void elementwise(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+INLINE void each_element(const Arguments *a, int64_t start, int64_t end, Parameters parameters, int wants)
 {
     const Row row = { 0 };
     const real scale = (real)a->scale;
     LOSS *loss = a->loss;
     const WEIGHT *weights = a->row_weight;
-#if WANT_INPUT
     DX *d_input = a->d_input;
-#endif
-#if WANT_TARGET
     DY *d_target = a->d_target;
-#endif
-    (void)scale;
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
         const Element e = safe_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
         const real weight = weights ? (real)weights[i] : (real)1;
         if (loss)
             loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
-#if WANT_INPUT
-        d_input[i] = STORE_DX(weight == 0 ? (real)0 : scale * weight * e.input);
-#endif
-#if WANT_TARGET
-        d_target[i] = STORE_DY(weight == 0 ? (real)0 : scale * weight * e.target);
-#endif
+        if (WANT_INPUT && wants)
+            d_input[i] = STORE_DX(weight == 0 ? (real)0 : scale * weight * e.input);
+        if (WANT_TARGET && wants)
+            d_target[i] = STORE_DY(weight == 0 ? (real)0 : scale * weight * e.target);
     }
+}
+
+NOINLINE static void losses_of_elements(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+{
+    each_element(a, start, end, parameters, 0);
+}
+
+NOINLINE static void gradients_of_elements(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+{
+    each_element(a, start, end, parameters, 1);
 }
 #endif
 
 void kullback_rows(const Arguments *a)
 {
-#if WANT_INPUT
-    ask_for_large_pages(a->d_input, (int64_t)sizeof(DX) * a->elements);
-#endif
-#if WANT_TARGET
-    ask_for_large_pages(a->d_target, (int64_t)sizeof(DY) * a->elements);
-#endif
+    if (a->d_input)
+        ask_for_large_pages(a->d_input, (int64_t)sizeof(DX) * a->elements);
+    if (a->d_target)
+        ask_for_large_pages(a->d_target, (int64_t)sizeof(DY) * a->elements);
     const int64_t rows_per_unit = a->vocab >= UNIT ? 1 : UNIT / (a->vocab ? a->vocab : 1);
     const int64_t units = (a->rows + rows_per_unit - 1) / rows_per_unit;
     double *partial = a->total ? calloc((size_t)units + 1, sizeof *partial) : 0;
@@ -643,7 +633,7 @@ void kullback_rows(const Arguments *a)
         const int64_t last = first + rows_per_unit < a->rows ? first + rows_per_unit : a->rows;
 #if ELEMENTWISE
         if (a->vocab == 1 && a->d_input_stride <= 1 && a->d_target_stride <= 1 && !a->total && !a->found) {
-            elementwise(a, first, last, parameters);
+            (a->d_input || a->d_target ? gradients_of_elements : losses_of_elements)(a, first, last, parameters);
             continue;
         }
 #endif
@@ -662,7 +652,7 @@ void kullback_rows(const Arguments *a)
             lost += fabs(total) >= fabs(part) ? (total - next) + part : (part - next) + total;
             total = next;
         }
-        *a->total = STORE_LOSS((real)((lost == lost ? total + lost : total) * a->scale));
+        *a->total = (lost == lost ? total + lost : total) * a->scale;
     }
     free(partial);
 }

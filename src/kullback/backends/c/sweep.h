@@ -83,21 +83,16 @@ INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, 
     { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient, \
             want_slopes); }
 
-#define WANT_GRADIENT (WANT_INPUT || WANT_TARGET)
 /* A gradient that needs no sum of its row is written while the row is summed. */
-#define ONE_SWEEP (FINISH_IS_LINEAR && !HAS_LOGITS && WANT_GRADIENT)
+#define ONE_SWEEP (FINISH_IS_LINEAR && !HAS_LOGITS)
 #if ONE_SWEEP
 SWEEP(sum_and_gradient, 0, 1, 1, 0)
 #endif
 SWEEP(sum, 0, 1, 0, 0)
-#if WANT_GRADIENT
 SWEEP(gradient, 0, 0, 1, 0)
-#endif
 #if HAS_FAST
 SWEEP(fast_sum, 1, 1, 0, 0)
-#if WANT_GRADIENT
 SWEEP(fast_gradient, 1, 0, 1, 0)
-#endif
 #if KEEPS_SLOPES
 SWEEP(fast_sum_and_slopes, 1, 1, 0, 1)
 
