@@ -14,6 +14,7 @@ from kullback import backends, checks, collecting, linear, parallel, sharded, st
 from kullback.choices import ElementwiseForm, ElementwiseReduction, Form, Reduction, Tail
 from kullback.divergences import Kind
 from kullback.forms import FORMS
+from kullback.gathered import gather
 from kullback.labels import weighted_of_masses
 from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
@@ -938,7 +939,7 @@ def topk_row_statistics(
     problem = checks.problem(
         {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
     )
-    gathered = topk.gather(problem, as_rows(counts), rows_of(teacher.ids), others=1)
+    gathered = gather(problem, as_rows(counts), rows_of(teacher.ids), others=1)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
     first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
