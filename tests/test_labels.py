@@ -542,6 +542,51 @@ def test_a_label_leaves_a_teachers_tail_as_it_is(backend, device, generator, voc
         assert relative_error(traced(ours.detach()), theirs) < 1e-5, kind
 
 
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
+@pytest.mark.parametrize("form", ["logits", "log_probs"])
+def test_a_loss_of_each_row_beside_a_teachers_tokens(backend, device, generator, tail, form):
+    """Of the dtype that it has without labels; its gradient, that from hidden states, too, is that of the sum."""
+    x = sample(form, (4, 30), generator, torch.float32)
+    log_p, ids = torch.randn(4, 30, generator=generator).log_softmax(-1).topk(3)
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0], dtype=torch.float64, device=device)
+    options = {"labels": torch.tensor([0, 29, -100, 5], device=device), "tail": tail, "row_weight": weight}
+    options |= WEIGHTS if form == "logits" else {"label_weight": 0.3}
+    given = [t.to(device) for t in (log_p, ids)]
+    ours = x.to(device, copy=True).requires_grad_()
+    losses, total = (
+        kullback.topk_divergence(ours, *given, form=form, reduction=reduction, **options)
+        for reduction in ("none", "sum")
+    )
+    assert losses.dtype == total.dtype == torch.float32
+    assert relative_error(losses.sum(), total) < 1e-6
+    (expected,) = torch.autograd.grad(total, ours)
+    assert relative_error(torch.autograd.grad(losses.sum(), ours)[0], expected) < 1e-6
+    if form == "logits":
+        leaf, head = ours.detach().requires_grad_(), torch.eye(30, device=device)
+        linear = kullback.linear_divergence(
+            leaf, head, given[0], target_indices=ids.to(device), reduction="none", **options
+        )
+        assert relative_error(torch.autograd.grad(linear.sum(), leaf)[0], expected) < 1e-6
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_teacher_that_counts_nothing_is_not_read(backend, device, generator, tail, reduction):
+    """Even where its divergence is infinite; traced, too."""
+    x = sample("logits", (3, 30), generator, torch.float32)
+    log_p, ids = torch.randn(3, 30, generator=generator).log_softmax(-1).topk(3)
+    labels, leaf = torch.tensor([0, 29, -100]), x.double().requires_grad_()
+    truth = oracle.labelled(torch.zeros(3), leaf, labels, z=0.1).sum()
+    given = [log_p.to(device), ids.to(device), "reverse_kl"]
+    options = {"labels": labels.to(device), "divergence_weight": 0.0, "z_weight": 0.1}
+    loss = lambda x: kullback.topk_divergence(x, *given, tail=tail, reduction=reduction, **options).sum()
+    ours = x.to(device, copy=True).requires_grad_()
+    assert relative_error(loss(ours), truth) < 1e-6
+    (expected,) = torch.autograd.grad(truth, leaf)
+    assert relative_error(torch.autograd.grad(loss(ours), ours)[0], expected) < 1e-6
+    assert relative_error(torch.func.grad(loss)(ours.detach()), expected) < 1e-6
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("teacher", ["hidden", "logits", "none"])
 @SMOOTHED

@@ -513,3 +513,12 @@ def test_gradients_of_rows_that_one_token_has(kind, vocab, scale, offset, backen
             # The exponent of a mass of e^-45 is rounded by up to 2.6e-6 of it, and of a tilted one twice.
             bound = 5e-6 if kind in ("alpha", "renyi") else 4e-6
             assert relative_error(gradient[row], truth[row]) < bound, (above[row], row // 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sum_that_its_dtype_does_not_hold_is_infinite(backend, device, dtype):
+    x, y = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+    weight = torch.full((4,), 3e38, device=device)
+    assert kullback.divergence(x.to(dtype), y.to(dtype), row_weight=weight, reduction="sum") == INF
+    low = torch.full((4, 8), -6e4 if dtype == torch.float16 else -6e37, dtype=dtype, device=device)
+    assert kullback.kl_div(low, torch.ones_like(low), reduction="sum") == INF

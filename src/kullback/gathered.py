@@ -52,12 +52,11 @@ class Gathered(NamedTuple):
             losses = (losses + self.rest.losses(self.operands.row_weight)).to(dtype)
         return losses, state
 
-    def gradient(self, upstream: Tensor, state: Tensor) -> Tensor:
-        """In the columns, from that in rows' losses."""
-        given = self.operands._replace(row_weight=upstream)
-        d_outcomes, _ = library.write_gradients(self.problem, given, state, (True, False))
+    def gradient(self, state: Tensor) -> Tensor:
+        """Of Σ row_weight · loss, in the columns."""
+        d_outcomes, _ = library.write_gradients(self.problem, self.operands, state, (True, False))
         assert d_outcomes is not None
-        return self.d_columns(d_outcomes, upstream)
+        return self.d_columns(d_outcomes, self.operands.row_weight)
 
     def d_columns(self, d_outcomes: Tensor, row_weight: Tensor | None, scale: float = 1.0) -> Tensor:
         """The gradient in the columns of scale · Σ row_weight · loss, of the problem's."""
@@ -117,24 +116,29 @@ def labelled_rows(
 ) -> Gathered:
     """Rows of logits at the ids and at labels; without a target of [rows, k + 1] for what labels and z add alone.
 
-    Then the outcomes are their own target: a divergence of 0, with gradients of 0.
+    Then, and if a divergence counts nothing, outcomes are their own target: a divergence of 0, with gradients of 0.
     """
     wide, places = with_labels(ids, labels)
     columns = gather(problem, x, wide, others_of(problem))
-    outcomes, mean = columns.tensor_split([wide.size(1) + 1], -1)
-    divergence, label, z, smoothing = problem.weights
-    small = at_ids(problem)
-    if target is None:
-        small, target = Problem("kl", small.input, small.input), outcomes
+    outcomes = columns[:, : wide.size(1) + 1]
+    divergence, label, _, smoothing = problem.weights
+    if target is None or divergence == 0:
+        small, target, divergence = Problem("kl", Side("logits"), Side("logits")), outcomes, 1.0
     else:
-        target = sharing_its_tail(outcomes, target, negligible, problem)
+        small, target = at_ids(problem), sharing_its_tail(outcomes, target, negligible, problem)
     small = dataclasses.replace(small, weights=Weights(divergence, label * (1 - smoothing)))
-    rest = None
-    if z or label * smoothing:
-        of_rest = dataclasses.replace(problem, weights=Weights(1.0, label * smoothing, z, 1.0))
-        lse = outcomes.logsumexp(-1)
-        rest = Rest(of_rest, outcomes, lse, mean, offset_of(problem, x, wide), labels)
+    rest = rest_of(problem, x, wide, columns, labels)
     return Gathered(wide, columns, small, Operands(outcomes, target, row_weight, places), rest)
+
+
+def rest_of(problem: Problem, x: Tensor, ids: Tensor, columns: Tensor, labels: Tensor | None) -> Rest | None:
+    """Of rows that were gathered at ids and labels; None where it is nothing."""
+    _, label, z, smoothing = problem.weights
+    if not (z or label * smoothing):
+        return None
+    outcomes, mean = columns.tensor_split([ids.size(1) + 1], -1)
+    of_rest = dataclasses.replace(problem, weights=Weights(1.0, label * smoothing, z, 1.0))
+    return Rest(of_rest, outcomes, outcomes.logsumexp(-1), mean, offset_of(problem, x, ids), labels)
 
 
 def gather(problem: Problem, input: Tensor, ids: Tensor, others: int) -> Tensor:
@@ -180,9 +184,10 @@ def sharing_its_tail(outcomes: Tensor, target: Tensor, negligible: float, proble
 
 
 def shares(outcomes: Tensor) -> Tensor:
-    """The logarithm of each one's share of them all; equal ones, where none has anything."""
+    """The logarithm of each one's share of both; the second has all, where neither has anything."""
     lse = outcomes.logsumexp(-1, keepdim=True)
-    return torch.where(lse == -math.inf, -math.log(outcomes.size(-1)), outcomes - lse)
+    of_second = torch.nn.functional.pad(torch.full_like(lse, -math.inf), (0, 1))
+    return torch.where(lse == -math.inf, of_second, outcomes - lse)
 
 
 def log_sum(values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kullback import labels as auxiliary
 from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.gathered import (
+    Gathered,
     Teacher,
     at_ids,
     at_support,
@@ -32,6 +33,7 @@ from kullback.gathered import (
     log_sum,
     offset_of,
     others_of,
+    rest_of,
     shares,
     with_labels,
     without_empty_rows,
@@ -41,7 +43,7 @@ from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as
 from kullback.library import library as operators
 from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
-from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory
+from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
 
 operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, int others) -> Tensor")
 operators.define(
@@ -151,7 +153,8 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     losses = outcomes.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
     d_outcomes = None if work.d_input is None else torch.empty_like(outcomes, memory_format=torch.contiguous_format)
     small = work._replace(problem=rows.problem, operands=rows.operands, loss=losses, total=None, d_input=d_outcomes)
-    backends.run(small)
+    # Without a tail the rows' states are those of the divergence, below.
+    backends.run(small if has_tail else small._replace(known=None, found=None))
     if not has_tail:
         ours = torch.empty_like(losses) if losses is not None else None
         teacher = Teacher(ids, problem, negligible, has_tail)
@@ -401,25 +404,31 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     """row_weight · loss of each row, of a loss that is more than a divergence: of operators."""
     problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
     if problem.input.form != "logits":
+        tokens, form = problem.vocab or input.size(-1), problem.input.form
+        more = (
+            input.new_zeros(input.shape[:-1], dtype=dtype)
+            if labels is None
+            else auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
+        )
+        if problem.weights.divergence == 0:
+            return more
         alone = teacher._replace(problem=dataclasses.replace(problem, weights=DIVERGENCE_ALONE))
-        rows = per_row(alone, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
-        if labels is None:
-            return rows
-        tokens = problem.vocab or input.size(-1)
-        form = problem.input.form
-        return rows + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
+        rows = per_row(alone, Operands(input, operands.target, row_weight), dtype)
+        return rows * problem.weights.divergence + more
     wide, places = with_labels(teacher.ids, labels)
     gathered: Tensor = GatherRows.apply(input, wide, problem, others_of(problem))
     if row_weight is not None:
         gathered = torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
-    small = _of_gathered(teacher, operands, without_label(teacher, outcomes))
     lse = log_sum(outcomes).squeeze(-1)
     none = torch.zeros_like(lse)
     logit = none if places is None else outcomes.gather(-1, places.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     offset = offset_of(problem, input, wide)
-    more = auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset)
-    return autograd.per_row(*small, dtype) * problem.weights.divergence + weighted(more, row_weight)
+    more = weighted(auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset), row_weight)
+    if problem.weights.divergence == 0:
+        return more
+    small = _of_gathered(teacher, operands, without_label(teacher, outcomes))
+    return autograd.per_row(*small, dtype) * problem.weights.divergence + more
 
 
 class TopKTotal(torch.autograd.Function):
@@ -456,21 +465,24 @@ class TopKPerRow(torch.autograd.Function):
         given = Operands._make(operands)
         rows = gather_rows(teacher, given)
         losses, state = rows.per_row(dtype)
-        ctx.teacher, ctx.rows, ctx.dtype, ctx.backend = teacher, rows, dtype, backends.forced()
-        ctx.save_for_backward(state, *operands)
+        ctx.teacher, ctx.problem, ctx.dtype, ctx.backend = teacher, rows.problem, dtype, backends.forced()
+        ctx.save_for_backward(state, rows.ids, rows.columns, rows.operands.target, rows.operands.labels, *operands)
         return losses.view(given.input.shape[:-1])
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        state, *saved = ctx.saved_tensors
-        operands, rows = Operands(*saved), ctx.rows
+        state, ids, columns, target, places, *saved = ctx.saved_tensors
+        operands, problem = Operands(*saved), ctx.teacher.problem
         if is_differentiated_again(grad_out):
             d_input = _differentiable(ctx, operands, grad_out)
         else:
-            upstream = weighted(widened(grad_out.reshape(-1)), rows.operands.row_weight)
+            row_weight, labels = (None if t is None else row_vector(t, ids.size(0)) for t in operands.of_rows)
+            upstream = weighted(widened(grad_out.reshape(-1)), row_weight)
+            small = Operands(columns[:, : target.size(1)], target, upstream, places)
             with backends.restored(ctx.backend):
-                d_columns = rows.gradient(upstream, state)
-                d_input = scatter(ctx.teacher.problem, operands.input, rows.ids, rows.columns, d_columns)
+                rest = rest_of(problem, as_rows(operands.input), ids, columns, labels)
+                d_columns = Gathered(ids, columns, ctx.problem, small, rest).gradient(state)
+                d_input = scatter(problem, operands.input, ids, columns, d_columns)
         return None, None, d_input, *(None for _ in saved[1:])
 
 
@@ -511,7 +523,7 @@ def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype
 def per_row(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row."""
     if not _is_plain(operands, teacher):
-        return _composed(teacher, operands, dtype)
+        return _composed(teacher, operands, dtype).to(dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKPerRow.apply(teacher, dtype, *operands)  # type: ignore[no-any-return]
     return gather_rows(teacher, operands).per_row(dtype)[0].view(operands.input.shape[:-1])

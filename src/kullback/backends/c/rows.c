@@ -652,7 +652,7 @@ void kullback_rows(const Arguments *a)
             lost += fabs(total) >= fabs(part) ? (total - next) + part : (part - next) + total;
             total = next;
         }
-        *a->total = (lost == lost ? total + lost : total) * a->scale;
+        *a->total = (real)((lost == lost ? total + lost : total) * a->scale);
     }
     free(partial);
 }
