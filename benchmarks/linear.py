@@ -237,13 +237,21 @@ def topk_case(rows, vocab, k, device, clock):
     (gradient,) = torch.autograd.grad(exact.mean(), wide)
     few = kullback.topk_divergence(x[:64], values[:64], ids[:64])
     (ours,) = torch.autograd.grad(few, x)
+    labels = torch.randint(0, vocab, (rows,), device=device)
+    of_labels = torch.nn.functional.cross_entropy(wide, labels[:64])
+    (of_label,) = torch.autograd.grad(of_labels, wide)
+    with_labels = kullback.topk_divergence(x[:64], values[:64], ids[:64], labels=labels[:64])
+    (labelled,) = torch.autograd.grad(with_labels, x)
+    exact_with_labels = exact.mean().item() + of_labels.item()
 
-    def run():
+    def run(**options):
         x.grad = None
-        kullback.topk_divergence(x, values, ids).backward()
+        kullback.topk_divergence(x, values, ids, **options).backward()
 
     forward = clock.seconds(lambda: kullback.topk_divergence(x.detach(), values, ids))
     seconds = clock.seconds(run)
+    seconds_with_labels = clock.seconds(functools.partial(run, labels=labels))
+    seconds_smoothed = clock.seconds(functools.partial(run, labels=labels, label_smoothing=0.1))
     x.grad = None
     return {
         "case": {"rows": rows, "vocab": vocab, "k": k},
@@ -255,6 +263,12 @@ def topk_case(rows, vocab, k, device, clock):
         "seconds": seconds,
         "of_ceiling": 3 * a_pass / seconds,
         "peak_bytes": clock.peak(run),
+        "loss_error_with_labels": abs(with_labels.item() - exact_with_labels) / exact_with_labels,
+        "gradient_error_with_labels": (
+            (labelled[:64].double() - gradient - of_label).norm() / (gradient + of_label).norm()
+        ).item(),
+        "seconds_with_labels": seconds_with_labels,
+        "seconds_with_smoothed_labels": seconds_smoothed,
     }
 
 

@@ -434,13 +434,14 @@ def long_batches():
 
 
 def topk():
-    lines = header("", "tokens of the teacher", "forward", "forward + gradient")
+    lines = header("", "tokens of the teacher", "forward", "forward + gradient", "with labels", "smoothed")
     for device, name in (("an H200", "h200"), ("two cores", "cpu")):
         for result in load(f"{name}/linear")["topk"]:
             case = result["case"]
             cells = (
                 f"{result['forward_seconds'] * 1e3:.2f} ({result['forward_of_ceiling']:.2f})",
                 f"{result['seconds'] * 1e3:.2f} ({result['of_ceiling']:.2f})",
+                *(f"{result[f'seconds_with_{which}'] * 1e3:.2f}" for which in ("labels", "smoothed_labels")),
             )
             lines.append(f"| {device}, {case['rows']} × {case['vocab']} | {case['k']} | {' | '.join(cells)} |")
     return "\n".join(lines)
