@@ -85,7 +85,7 @@ class Rest(NamedTuple):
         """[rows, n + 0 or 1]: that of outcomes with its own, and that of the mean."""
         factor = auxiliary.mass_factor(self.problem, self.lse + self.offset, self.labels)
         counts = (upstream != 0) & (self.lse != -math.inf)
-        more = (factor * upstream).unsqueeze(-1) * (self.outcomes - self.lse.unsqueeze(-1)).exp()
+        more = (factor * upstream).unsqueeze(-1) * self.outcomes.softmax(-1)
         d_outcomes = d_outcomes + torch.where(counts.unsqueeze(-1), more, 0.0)
         spread = torch.where(auxiliary.counts(self.labels, upstream), upstream * self.problem.weights.label, 0.0)
         return torch.cat([d_outcomes, -spread.unsqueeze(-1).expand_as(self.mean)], -1)
@@ -177,17 +177,19 @@ def sharing_its_tail(outcomes: Tensor, target: Tensor, negligible: float, proble
     All kinds are sums of terms for which D(c·p, c·q) = c·D(p, q), or follow from one. So equal shares of both change
     neither the divergence nor, held where they are, its gradient.
     """
-    k, two = target.size(-1) - 1, outcomes[..., -2:]
-    together = torch.cat([outcomes[..., :k], two.logsumexp(-1, keepdim=True)], -1)
+    k = target.size(-1) - 1
+    both, label, tail = shares(outcomes[..., k:])
+    together = torch.cat([outcomes[..., :k], both], -1)
     target = in_torch.without_rounding(together, target, negligible, problem)
-    return torch.cat([target[..., :k], target[..., k:] + shares(two)], -1)
+    return torch.cat([target[..., :k], target[..., k:] + label, target[..., k:] + tail], -1)
 
 
-def shares(outcomes: Tensor) -> Tensor:
-    """The logarithm of each one's share of both; the second has all, where neither has anything."""
-    lse = outcomes.logsumexp(-1, keepdim=True)
-    of_second = torch.nn.functional.pad(torch.full_like(lse, -math.inf), (0, 1))
-    return torch.where(lse == -math.inf, of_second, outcomes - lse)
+def shares(outcomes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a label and the others have together, and each one's share of it, which is all of nothing the others'."""
+    label, tail = outcomes[..., :1], outcomes[..., 1:]
+    both = torch.logaddexp(label, tail)
+    nothing = both == -math.inf
+    return both, torch.where(nothing, -math.inf, label - both), torch.where(nothing, 0.0, tail - both)
 
 
 def log_sum(values: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
         if d_outcomes is not None and d_teacher is not None:
             d_outcomes[:, :k] += d_teacher[:, :k]
             if d_teacher.size(-1) > k:  # the tail's, shared between the label and the others
-                d_outcomes[:, k:] += d_teacher[:, k:] * shares(outcomes[:, k:]).exp()
+                d_outcomes[:, k:] += d_teacher[:, k:] * torch.cat(shares(outcomes[:, k:])[1:], -1).exp()
     if losses is not None:
         if rows.rest is not None:
             losses += rows.rest.losses(work.row_weight)
