@@ -91,7 +91,7 @@ INLINE void drop_rounding(const real *gathered, real *target, long long k, bool 
     target[k] = share + gain;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 2 : 4)
+extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 1 : 4 - HAS_MEAN)
 kullback_gather(const X *x, const long long *ids, real *gathered, real *target, long long rows, long long vocab,
                 long long k, long long width, long long x_stride, double inv_temperature, double softcap,
                 double negligible, long long is_tempered)
@@ -189,7 +189,7 @@ INLINE real other_grad(real x, real inv_temperature, real softcap, real referenc
     return part * ((IS_CAPPED ? softcap_grad(value, softcap) : (real)1) * inv_temperature);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 2 : 4)
+extern "C" __global__ void __launch_bounds__(THREADS, REAL_IS_DOUBLE ? 1 : 4 - HAS_MEAN)
 kullback_scatter(const X *x, const long long *ids, const real *gathered, const real *d_gathered, X *d_input,
                  long long rows, long long vocab, long long k, long long width, long long x_stride,
                  long long d_input_stride, double inv_temperature, double softcap)

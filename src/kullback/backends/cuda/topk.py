@@ -15,7 +15,7 @@ from kullback.backends.printer import print_macros, type_macros
 from kullback.problem import kept_dtype
 from kullback.work import Entries, Gather, Scatter
 
-THREADS = 192  # of a block: what is left of a row of 32k or 128k tokens for the last step keeps most of them busy
+THREADS = 256  # of a block
 UNROLL = 4  # vectors in flight a thread
 ENTRY_THREADS = 128  # of a row's entries
 MAX_ENTRIES = 1024  # of a row, since each looks at all of them where one is repeated
