@@ -423,7 +423,8 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     lse = log_sum(outcomes).squeeze(-1)
     none = torch.zeros_like(lse)
     logit = none if places is None else outcomes.gather(-1, places.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    offset = offset_of(problem, input, wide)
+    shift = offset_of(problem, input, wide)
+    offset = 0.0 if shift is None else shift.squeeze(-1)
     more = weighted(auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset), row_weight)
     if problem.weights.divergence == 0:
         return more
