@@ -69,31 +69,26 @@ class Gathered(NamedTuple):
 class Rest(NamedTuple):
     """What z-loss and the part of labels that is spread over all tokens add to losses of gathered rows."""
 
-    label: float  # weight of lse - mean; 0 without a mean
-    z: float  # of lse²
+    problem: Problem  # with no other weights
     outcomes: Tensor  # [rows, n]
-    lse: Tensor  # [rows, 1]
+    lse: Tensor  # [rows]
     mean: Tensor  # [rows, 1], or without smoothing [rows, 0]
-    offset: Tensor | None  # [rows, 1] or none, of lse
-    counts: Tensor  # [rows]: which rows have a label, or all
+    offset: Tensor | float  # as of `offset_of`
+    labels: Tensor | None  # [rows]
 
     def losses(self, row_weight: Tensor | None) -> Tensor:
-        losses = self.label * (self.lse - self.mean) if self.label else torch.zeros_like(self.lse)
-        if self.z:
-            losses = losses + self.z * self._whole_lse().square()
-        return weighted(torch.where(self.counts, losses.squeeze(-1), 0.0), row_weight)
+        none, mean = torch.zeros_like(self.lse), self.mean.sum(-1)
+        losses = auxiliary.losses(self.problem, none, self.lse, self.labels, none, mean, self.offset)
+        return weighted(losses, row_weight)
 
     def add_gradient(self, d_outcomes: Tensor, upstream: Tensor) -> Tensor:
         """[rows, n + 0 or 1]: that of outcomes with its own, and that of the mean."""
-        upstream = torch.where(self.counts, upstream, 0.0).unsqueeze(-1)
-        spread = upstream * self.label
-        factor = spread if not self.z else spread + upstream * (2 * self.z * self._whole_lse())
+        factor = auxiliary.mass_factor(self.problem, self.lse + self.offset, self.labels)
         is_read = (upstream != 0) & (self.lse != -math.inf)
-        d_outcomes = d_outcomes + torch.where(is_read, factor * self.outcomes.softmax(-1), 0.0)
-        return torch.cat([d_outcomes, -spread], -1) if self.label else d_outcomes
-
-    def _whole_lse(self) -> Tensor:
-        return self.lse if self.offset is None else self.lse + self.offset
+        more = (factor * upstream).unsqueeze(-1) * self.outcomes.softmax(-1)
+        d_outcomes = d_outcomes + torch.where(is_read.unsqueeze(-1), more, 0.0)
+        spread = torch.where(auxiliary.counts(self.labels, upstream), upstream * self.problem.weights.label, 0.0)
+        return torch.cat([d_outcomes, -spread.unsqueeze(-1).expand_as(self.mean)], -1)
 
 
 def gather_rows(teacher: Teacher, operands: Operands) -> Gathered:
@@ -142,8 +137,8 @@ def rest_of(problem: Problem, x: Tensor, ids: Tensor, columns: Tensor, labels: T
     if not (z or label * smoothing):
         return None
     outcomes, mean = columns.tensor_split([ids.size(1) + 1], -1)
-    offset, counts = offset_of(problem, x, ids), auxiliary.counts(labels, columns[:, 0])
-    return Rest(label * smoothing, z, outcomes, outcomes.logsumexp(-1, keepdim=True), mean, offset, counts)
+    of_rest = dataclasses.replace(problem, weights=Weights(1.0, label * smoothing, z, 1.0))
+    return Rest(of_rest, outcomes, outcomes.logsumexp(-1), mean, offset_of(problem, x, ids), labels)
 
 
 def gather(problem: Problem, input: Tensor, ids: Tensor, others: int) -> Tensor:
@@ -203,12 +198,12 @@ def log_sum(values: Tensor) -> Tensor:
     return torch.where(nothing, -math.inf, torch.where(nothing, 0.0, values).logsumexp(-1, keepdim=True))
 
 
-def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | None:
-    """[..., 1]: what gathered logits as they count are less than those of the row, where that is asked for."""
+def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
+    """What gathered logits as they count are less than those of the row, where that is asked for."""
     if not problem.weights.z or problem.input.softcap or problem.shard.group:
-        return None
+        return 0.0
     values = problem.narrow(input.detach())
-    largest = in_torch.reference(values, ids)
+    largest = in_torch.reference(values, ids).squeeze(-1)
     return largest.to(kept_dtype(values.dtype)) / problem.input.temperature
 
 

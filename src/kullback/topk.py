@@ -140,8 +140,8 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
     backends.run(work._replace(problem=small, operands=Operands(values, y, work.row_weight), d_input=d_values))
     if not of_support or d_values is None:
         return d_values
-    shares = without_empty_rows(gathered, ids < 0).softmax(-1)  # back through the softmax
-    return torch.nn.functional.pad(d_values, (0, 1)) - shares * d_values.sum(-1, keepdim=True)
+    masses = without_empty_rows(gathered, ids < 0).softmax(-1)  # back through the softmax
+    return torch.nn.functional.pad(d_values, (0, 1)) - masses * d_values.sum(-1, keepdim=True)
 
 
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -404,17 +404,15 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     """row_weight · loss of each row, of a loss that is more than a divergence: of operators."""
     problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
     if problem.input.form != "logits":
-        tokens, form = problem.vocab or input.size(-1), problem.input.form
-        more = (
-            input.new_zeros(input.shape[:-1], dtype=dtype)
-            if labels is None
-            else auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
-        )
         if problem.weights.divergence == 0:
-            return more
-        alone = teacher._replace(problem=dataclasses.replace(problem, weights=DIVERGENCE_ALONE))
-        rows = per_row(alone, Operands(input, operands.target, row_weight), dtype)
-        return rows * problem.weights.divergence + more
+            losses = input.new_zeros(input.shape[:-1], dtype=dtype)
+        else:
+            alone = teacher._replace(problem=dataclasses.replace(problem, weights=DIVERGENCE_ALONE))
+            losses = per_row(alone, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
+        if labels is None:
+            return losses
+        tokens, form = problem.vocab or input.size(-1), problem.input.form
+        return losses + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
     wide, places = with_labels(teacher.ids, labels)
     gathered: Tensor = GatherRows.apply(input, wide, problem, others_of(problem))
     if row_weight is not None:
@@ -423,8 +421,7 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     lse = log_sum(outcomes).squeeze(-1)
     none = torch.zeros_like(lse)
     logit = none if places is None else outcomes.gather(-1, places.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    shift = offset_of(problem, input, wide)
-    offset = 0.0 if shift is None else shift.squeeze(-1)
+    offset = offset_of(problem, input, wide)
     more = weighted(auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset), row_weight)
     if problem.weights.divergence == 0:
         return more
@@ -514,7 +511,7 @@ def total(teacher: Teacher, operands: Operands, scale: float, dtype: torch.dtype
     """scale · Σ row_weight · loss, 0-d."""
     if not _is_plain(operands, teacher):
         if teacher.problem.has_auxiliary:
-            return (auxiliary_rows(teacher, operands, dtype).sum() * scale).to(dtype)
+            return (_composed(teacher, operands, dtype).sum() * scale).to(dtype)
         return autograd.total(*on_gathered(teacher, operands), scale, dtype)
     if torch.is_grad_enabled() and operands.input.requires_grad:
         return TopKTotal.apply(teacher, scale, dtype, *operands)  # type: ignore[no-any-return]
