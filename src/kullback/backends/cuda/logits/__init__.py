@@ -142,7 +142,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
 def caches_derivatives(variant: Variant) -> bool:
     """Whether a mass and a derivative fit in place of two logits, where one gradient follows from them."""
     is_loss = variant.verb == "loss" and not variant.known and not variant.smoothing
-    return is_loss and variant.wants == (True, False) and variant.x == variant.y == torch.float32
+    return is_loss and variant.wants == (True, False) and variant.x == variant.y == variant.dx == torch.float32
 
 
 def is_smooth(kind: str, form: str, target_form: str) -> bool:

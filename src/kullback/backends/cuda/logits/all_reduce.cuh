@@ -108,7 +108,10 @@ struct Sums {
     float q_minus_p = 0; /* the error of the difference of log-sum-exps, to first order */
     float auxiliary = 0; /* what of the row's loss beside its divergence has been taken off d_log_q (labels.cuh) */
     float squares = 1;   /* of one side's masses, where that is known */
+    float ties = REAL_INFINITY; /* mass of tokens of log-ratios up to TIE, where that is known */
 };
+
+#define TIE 2e-7f /* what a difference of log-sum-exps is off by in most rows, or less */
 
 /* Σ p · slope_p and Σ q · slope_q */
 struct SlopeSums {

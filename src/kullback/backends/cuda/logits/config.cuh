@@ -64,8 +64,10 @@
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 #define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
 
-/* Whether log-ratios may serve in place of the stable formula where gradients are not coarse: beside one mass, or in polynomials */
-#define HAS_FINE (HAS_FAST && THREADS_PER_ROW > 32 && (HAS_NEAR_ELEMENT || FINE_TERMS))
+/* Whether rows whose gradients are not coarse have elements of their own (fine.cuh): by log-ratios, beside one mass or in polynomials; or,
+   of a kind with a corner, by the stable formula, where derivatives are cached */
+#define HAS_FINE \
+    (HAS_FAST && THREADS_PER_ROW > 32 && (HAS_NEAR_ELEMENT || FINE_TERMS || (HAS_CORNER && CACHES_DERIVATIVES && RESIDENT)))
 #if !HAS_FINE || HAS_NEAR_ELEMENT || !RESIDENT
 #undef CACHES_DERIVATIVES
 #define CACHES_DERIVATIVES 0

@@ -57,6 +57,10 @@ INLINE float cached_slope(const Packed<Y> &y, int k)
 }
 #endif
 
+/* A sum of terms less what its masses are off by, to first order: a half of Σ q - p from each side. d_log_p + d_log_q is the term:
+   Euler's. */
+INLINE float without_excess(float term, float d_log_q, float excess) { return term + 0.5f * excess * (term - 2 * d_log_q); }
+
 #define HAS_FAST_SUM (HAS_FAST && !SUMS_FROM_MOMENTS && HAS_SLOPES)
 #if HAS_FAST_SUM
 /* Whether all exponents are finite: a mass of 0 times an infinite ratio is no number. */
@@ -118,10 +122,6 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     const float found = HAS_Q_SQUARED ? (slope(mean - deviation) + 4 * at_mean + slope(mean + deviation)) * (1 / 6.0f) : at_mean;
     return fmaxf(found, LEAST_MEAN_SLOPE);
 }
-
-/* A sum of terms less what its masses are off by, to first order: a half of Σ q - p from each side. d_log_p + d_log_q is the term:
-   Euler's. */
-INLINE float without_excess(float term, float d_log_q, float excess) { return term + 0.5f * excess * (term - 2 * d_log_q); }
 
 /* The row's sums; slopes are cached, if they are to be, less what is predicted. FINITE: all exponents are. REFINES: the sum of
    terms is found apart, with the stable formula for heavy tokens. */

@@ -65,6 +65,23 @@ struct FineElements {
         return e;
     }
 };
+#elif HAS_FINE && HAS_CORNER
+/* The stable formula, of which derivatives are masses with signs. */
+struct FineElements {
+    const Arguments &a;
+    Row row;
+
+    INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums) : a(a), row(row_constants<STABLE>(a, stats, sums)) {}
+    INLINE bool serve(const Arguments &) const { return true; }
+    INLINE bool is_near(float, float) const { return true; }
+    INLINE float mass(float q, float) const
+    {
+        return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+    }
+    INLINE Element near(float q, float p) const { return stable_element(q, p, row, a.parameters); }
+    enum { ANY_MODE = STABLE };
+    template <bool> INLINE Element any(float q, float p) const { return near(q, p); }
+};
 #elif HAS_FINE
 /* The same by two polynomials over √(p·q). d_log_q + d_log_p is the term: Euler's. Elements that are far keep the stable formula. */
 struct FineElements {
@@ -111,6 +128,8 @@ struct FineElements {
 /* Whether hardly an element is far, by a sample of what this warp has: to find a marked one takes as long as four others. */
 INLINE bool are_near(const FineElements &elements, const Slice &slice, const Pipeline &pipeline, const RowGroup &group)
 {
+    if (HAS_CORNER)
+        return true;
     enum { MOST = HAS_NEAR_ELEMENT ? 0 : SAMPLE_WIDTH / 2 }; /* of 32 · SAMPLE_WIDTH */
     float far = 0;
     each_first(slice, pipeline, group, [&](float x, float y, int) {
@@ -119,22 +138,27 @@ INLINE bool are_near(const FineElements &elements, const Slice &slice, const Pip
     return warp_all(warp_sum(far) <= MOST);
 }
 
-/* A thread's. of_q: d_log_q, or by polynomials d_log_q - d_log_p, whose sign is all that changes when p and q are exchanged. */
+/* A thread's. of_q: d_log_q, or by polynomials d_log_q - d_log_p, whose sign is all that changes when p and q are exchanged.
+   checked: squares of masses; with a corner, masses of tokens that may have the other sign. */
 struct FineSums {
-    float term = 0, of_q = 0, q_minus_p = 0, squares = 0;
+    float term = 0, of_q = 0, q_minus_p = 0, checked = 0;
 };
 
 /* The row's sums. Where derivatives are cached, so are masses, each times the derivative of a softcap. */
 INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
+    enum { IS_OF_Q = HAS_NEAR_ELEMENT || HAS_CORNER };
     FineSums sums;
     const auto add = [&](FineSums &sums, const Element &e, float q, float p, float &mass, float &derivative) {
         const float one = elements.mass(q, p);
         sums.term += e.term;
-        sums.of_q += HAS_NEAR_ELEMENT ? e.d_log_q : e.d_log_q - e.d_log_p;
+        sums.of_q += IS_OF_Q ? e.d_log_q : e.d_log_q - e.d_log_p;
         sums.q_minus_p += HAS_NEAR_ELEMENT ? 0 : e.q_minus_p;
-        sums.squares = fmaf(one, one, sums.squares);
+        if (HAS_CORNER)
+            sums.checked += fabsf(e.q_minus_p) <= TIE * one ? one : 0;
+        else
+            sums.checked = fmaf(one, one, sums.checked);
 #if CACHES_DERIVATIVES
         const float of_cap = INPUT_IS_CAPPED ? softcap_grad(q, a.input_softcap) : 1;
         mass = one * of_cap;
@@ -186,16 +210,21 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
             add_any(to_real(slice.x()[i]), to_real(slice.y()[i]), mass, derivative);
         });
     }
-    float values[] = { sums.term, sums.of_q, sums.q_minus_p, sums.squares };
+    float values[] = { sums.term, sums.of_q, sums.q_minus_p, sums.checked };
     row_all_reduce<double>(a, pipeline, group, values, Add());
     const float term = values[0], of_q = values[1];
     Sums whole = { term, 0.5f * (term - of_q), 0.5f * (term + of_q), values[2] }; /* d_log_p + d_log_q is the term: Euler's */
-    whole.squares = values[3];
-    if (HAS_NEAR_ELEMENT) {
+    if (IS_OF_Q) {
         whole.d_log_q = of_q;
         whole.d_log_p = term - of_q;
-        whole.q_minus_p = HAS_P_LOG_RATIO ? of_q : -whole.d_log_p; /* of a log-ratio's mean, centred */
     }
+    if (HAS_CORNER) {
+        whole.ties = values[3];
+        return whole;
+    }
+    whole.squares = values[3];
+    if (HAS_NEAR_ELEMENT)
+        whole.q_minus_p = HAS_P_LOG_RATIO ? of_q : -whole.d_log_p; /* of a log-ratio's mean, centred */
     return whole;
 }
 

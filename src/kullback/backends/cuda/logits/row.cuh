@@ -503,6 +503,15 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
         if (again) {
             found.stats.correction = -found.sums.q_minus_p;
+#if HAS_CORNER
+            /* Of tokens whose sign it may turn, the mass beside that of the rarer sign: gradients are as small as that. */
+            const float excess = found.sums.q_minus_p, rarer = 0.5f - fabsf(found.sums.d_log_q);
+            if (warp_all(fabsf(excess) <= TIE && found.sums.ties <= 1e-6f * rarer)) {
+                found.sums.term = without_excess(found.sums.term, found.sums.d_log_q, excess);
+                found.sums.d_log_p = found.sums.term - found.sums.d_log_q;
+                break;
+            }
+#endif
             restore();
         }
     }
