@@ -31,6 +31,8 @@ class Facts(NamedTuple):
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 EVERY_BACKEND = pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
+# Of cases each of which compiles more kernels in C, though nothing there is new
+LONG_IN_C = pytest.mark.parametrize("backend", ["torch", pytest.param("c", marks=pytest.mark.full), GPU], indirect=True)
 
 
 def one_side_zero():

@@ -107,7 +107,9 @@ def test_its_cuda_kernels_run(triangular, backend, generator, dtype):
         assert relative_error(found, expected) < (1e-5 if dtype == torch.float32 else BF16_GRADIENT)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.full) for arch in ("sm_80", "sm_100a", "sm_120a"))]
+)
 def test_its_cuda_kernels_compile(triangular, arch):
     wants, dtypes = (True, False), (torch.bfloat16, torch.bfloat16)
     problem = Problem(KIND, Side("logits"), Side("logits"))

@@ -392,7 +392,7 @@ QUICK = [
     *itertools.chain.from_iterable(map(mixed_dtypes_and_helpers, ARCHITECTURES)),
     *itertools.chain.from_iterable(itertools.starmap(labels_alone, ALONE)),
 ]
-SAMPLE = {case.name for case in QUICK[::16]}
+SAMPLE = {case.name for case in QUICK[::32]}
 
 
 class Found(NamedTuple):

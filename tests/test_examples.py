@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
         ("digits", ["--students", "1", "--steps", "150"], r"100 images: ([\d.]+)%.*\n.*opinion of all: ([\d.]+)%"),
         (
             "language_model",
-            ["--steps", "20"],
+            ["--steps", "6"],
             r"student of the text: .* -> ([\d.]+).*\n(?:.*\n)*?.*teacher: .* -> ([\d.]+)",
         ),
     ],

@@ -11,6 +11,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 
 import kullback
+from tests.kinds import LONG_IN_C
 from tests.samples import sample
 
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
@@ -27,10 +28,29 @@ def plain(x, y, reduction, form, log_target):
     return F.kl_div(x, y, reduction=reduction, log_target=log_target)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+FORMS = [*itertools.product(("log_probs", "probs"), (False, True))]  # the input's; whether the target is a logarithm
+OTHERS = (torch.float64, torch.bfloat16, torch.float16)
+EACH = [*itertools.product([torch.float32], FORMS), *zip(OTHERS, FORMS, strict=False)]
+name = lambda value: str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("dtype", "forms"), EACH, ids=name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_torch(shape, dtype, backend, device, generator):
-    for form, log_target, reduction in itertools.product(("log_probs", "probs"), (False, True), REDUCTIONS):
+def test_agrees_with_torch(shape, dtype, forms, backend, device, generator):
+    check_beside_torch(shape, dtype, *forms, device, generator)
+
+
+@LONG_IN_C
+@pytest.mark.parametrize(
+    ("dtype", "forms"), [pair for pair in itertools.product(DTYPES, FORMS) if pair not in EACH], ids=name
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_agrees_with_torch_in_other_dtypes(shape, dtype, forms, backend, device, generator):
+    check_beside_torch(shape, dtype, *forms, device, generator)
+
+
+def check_beside_torch(shape, dtype, form, log_target, device, generator):
+    for reduction in REDUCTIONS:
         x = sample(form, shape or (1,), generator, dtype).reshape(shape).to(device)
         y = sample("log_probs" if log_target else "probs", shape or (1,), generator, dtype)
         y = y.reshape(shape).to(device)
@@ -123,16 +143,29 @@ def test_broadcasts_as_torch(backend, device, generator):
                 torch.testing.assert_close(a, b)
 
 
-def test_mixed_dtypes(backend, device, generator):
-    for a, b in itertools.product(DTYPES, repeat=2):
-        x = sample("probs", (3, 37), generator, a).to(device).requires_grad_()
-        y = sample("probs", (3, 37), generator, b).to(device).requires_grad_()
-        loss = kullback.kl_div(x, y, "batchmean", form="probs")
-        assert loss.dtype == torch.promote_types(a, b)
-        gradients = torch.autograd.grad(loss, (x, y))
-        assert [g.dtype for g in gradients] == [a, b]
-        truth = F.kl_div(x.double().log(), y.double(), reduction="batchmean")
-        assert abs(loss.double() - truth) <= 4 * torch.finfo(loss.dtype).eps * truth.abs() + 1e-6
+NEXT = [*zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True)]
+
+
+@pytest.mark.parametrize(("a", "b"), NEXT, ids=name)
+def test_mixed_dtypes(a, b, backend, device, generator):
+    check_two_dtypes(a, b, device, generator)
+
+
+@LONG_IN_C
+@pytest.mark.parametrize(("a", "b"), [pair for pair in itertools.permutations(DTYPES, 2) if pair not in NEXT], ids=name)
+def test_mixed_dtypes_of_others(a, b, backend, device, generator):
+    check_two_dtypes(a, b, device, generator)
+
+
+def check_two_dtypes(a, b, device, generator):
+    x = sample("probs", (3, 37), generator, a).to(device).requires_grad_()
+    y = sample("probs", (3, 37), generator, b).to(device).requires_grad_()
+    loss = kullback.kl_div(x, y, "batchmean", form="probs")
+    assert loss.dtype == torch.promote_types(a, b)
+    gradients = torch.autograd.grad(loss, (x, y))
+    assert [g.dtype for g in gradients] == [a, b]
+    truth = F.kl_div(x.double().log(), y.double(), reduction="batchmean")
+    assert abs(loss.double() - truth) <= 4 * torch.finfo(loss.dtype).eps * truth.abs() + 1e-6
 
 
 def test_torch_is_nan_where_nothing_times_infinity_is_nothing(backend, device):

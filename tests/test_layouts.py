@@ -311,7 +311,7 @@ def test_float32_logits_with_gradients_of_16_bits(backend, device, generator, ki
         "masked": samples.masked(samples.far(2.0)),
     }
     lengths = (777, 5000) if device == "cpu" else (777, 50257, 128256, 600001)
-    if backend == "emulated" and temperatures != (1.0, 1.0):
+    if backend == "emulated" and (kind, temperatures) != ("kl", (1.0, 1.0)):
         lengths = lengths[1:]  # short rows have one more kernel of each kind, and a minute of compilation
     for vocab in lengths:
         rows = samples.batch(generator, vocab, torch.float32, **zoo)

@@ -11,7 +11,7 @@ import torch
 
 import kullback
 from tests import kinds, oracle
-from tests.kinds import GPU, KINDS
+from tests.kinds import FEW, KINDS, LONG_IN_C
 from tests.samples import sample
 from tests.tolerances import FLOAT_GRADIENT, FLOAT_SUM, relative_error
 
@@ -51,47 +51,27 @@ def textbook_in(dtype, x, y, kind, form, target_form, **options):
 CASES = [
     (form, target_form, dtype) for form, target_form in itertools.product(oracle.FORMS, repeat=2) for dtype in DTYPES
 ]
-# Each compiles two kernels in C, and nothing of the form touches the dtype. The second dtype of 16 bits differs from
-# the first in how an element is loaded and stored.
+# Each compiles two kernels in C of each kind, and form, dtype and kind do not touch each other. The second dtype of 16
+# bits differs from the first in how an element is loaded and stored.
 OF_EACH_KIND = [case for case in CASES if case[0] == case[1] and case[2] == torch.float32]
-LONG = [
-    (form, target_form, dtype)
-    for form, target_form, dtype in CASES
-    if dtype == torch.float16 or (form != target_form and dtype != torch.float32)
-]
-
-
-long_in_c = pytest.mark.parametrize(
-    "backend",
-    ["torch", pytest.param("c", marks=pytest.mark.full), GPU],
-    indirect=True,
-)
+OF_ONE = [case for case in CASES if (case[0] == case[1]) != (case[2] == torch.float32) and case[2] != torch.float16]
+QUICK = [*itertools.product(OF_EACH_KIND, KINDS), *zip(OF_ONE, itertools.cycle(FEW), strict=False)]
+LONG = [pair for pair in itertools.product(CASES, KINDS) if pair not in QUICK]
 
 
 def name(value):
-    return str(value).removeprefix("torch.")
+    return value if isinstance(value, str) else "-".join(str(each).removeprefix("torch.") for each in value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("form", "target_form", "dtype"), OF_EACH_KIND, ids=name)
-def test_values_and_gradients(kind, form, target_form, dtype, backend, device, generator):
-    check(kind, form, target_form, dtype, device, generator)
+@pytest.mark.parametrize(("case", "kind"), QUICK, ids=name)
+def test_values_and_gradients(kind, case, backend, device, generator):
+    check(kind, *case, device, generator)
 
 
-@pytest.mark.few_kinds
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("form", "target_form", "dtype"), [c for c in CASES if c not in OF_EACH_KIND + LONG], ids=name)
-def test_values_and_gradients_of_other_forms_and_dtypes(kind, form, target_form, dtype, backend, device, generator):
-    check(kind, form, target_form, dtype, device, generator)
-
-
-@long_in_c
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("form", "target_form", "dtype"), LONG, ids=name)
-def test_values_and_gradients_of_mixed_forms_in_other_dtypes(
-    kind, form, target_form, dtype, backend, device, generator
-):
-    check(kind, form, target_form, dtype, device, generator)
+@LONG_IN_C
+@pytest.mark.parametrize(("case", "kind"), LONG, ids=name)
+def test_values_and_gradients_of_other_forms_and_dtypes(kind, case, backend, device, generator):
+    check(kind, *case, device, generator)
 
 
 def check(kind, form, target_form, dtype, device, generator):
@@ -171,7 +151,7 @@ def test_no_weight_is_weight_one(form, kind, backend, device, generator):
     check_weight_one(form, kind, device, generator)
 
 
-@long_in_c
+@LONG_IN_C
 @pytest.mark.parametrize(("form", "kind"), OTHERS)
 def test_no_weight_is_weight_one_in_other_forms(form, kind, backend, device, generator):
     check_weight_one(form, kind, device, generator)

@@ -40,7 +40,9 @@ def test_gradcheck_and_gradgradcheck(kind, form, backend, device, generator):
         assert check(function, (x, y.detach()))
         assert check(function, (x.detach(), y))
         if backend != "c":  # second derivatives are the formula's on every backend
-            assert torch.autograd.gradgradcheck(function, (x, y), nondet_tol=1e-13)
+            few = tuple(t.detach()[:2, :4].clone().requires_grad_() for t in (x, y))  # its time grows with their square
+            of_few = functools.partial(function, w=w if w is None else w[1:])
+            assert torch.autograd.gradgradcheck(of_few, few, nondet_tol=1e-13)
 
 
 @pytest.mark.few_kinds
