@@ -97,22 +97,34 @@ FIRST_USE = """
 import time, torch
 device = "cuda" if torch.cuda.is_available() else "cpu"
 x = torch.rand(64, 128256, device=device).softmax(-1)
+logits, target = torch.randn(2, 64, 128256, device=device).bfloat16()
+logits.requires_grad_()
 float(x.sum())
 import kullback
 begin = time.perf_counter()
-float(kullback.divergence(x, x, form="{form}"))
+{call}
+if device == "cuda":
+    torch.cuda.synchronize()
 print(time.perf_counter() - begin)
 """
+FIRST_CALLS = {
+    "kl of probabilities": "kullback.divergence(x, x, form='probs')",
+    "kl of bfloat16 logits": "kullback.divergence(logits.detach(), target)",
+    "kl of bfloat16 logits, with the gradient": "kullback.divergence(logits, target).backward()",
+    "jensen_shannon of bfloat16 logits, with the gradient": (
+        "kullback.divergence(logits, target, 'jensen_shannon').backward()"
+    ),
+}
 
 
-def first_use(form: str) -> dict[str, float]:
+def first_use(call: str) -> dict[str, float]:
     """Seconds of the first call in a process, with an empty cache and with a warm one; medians of three."""
 
     def seconds(directory: str) -> float:
         caches = {"XDG_CACHE_HOME": directory, "CUDA_CACHE_PATH": directory}  # NVRTC has one of its own
         return float(
             subprocess.run(
-                [sys.executable, "-c", FIRST_USE.replace("{form}", form)],
+                [sys.executable, "-c", FIRST_USE.replace("{call}", call)],
                 env={**os.environ, **caches},
                 capture_output=True,
                 text=True,
@@ -247,7 +259,7 @@ def main() -> None:
             console.print(table(report["results"]))
             return
         if arguments.only not in ("cases", "logits"):
-            first = {form: first_use(form) for form in ("probs", "logits")}
+            first = {name: first_use(call) for name, call in FIRST_CALLS.items()}
             result = {"host": host(device), "first_use": first, "provenance": bench.provenance(device)}
             save("host", result)
             for entry in result["host"]:

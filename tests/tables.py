@@ -475,8 +475,8 @@ def host():
 
 def first_use():
     lines = header("", "empty cache, s", "from the cache, ms")
-    for form, of in load("h200/host")["first_use"].items():
-        lines.append(f"| {form} | {of['cold']:.2f} | {of['warm'] * 1e3:.0f} |")
+    for name, of in load("h200/host")["first_use"].items():
+        lines.append(f"| {name} | {of['cold']:.2f} | {of['warm'] * 1e3:.0f} |")
     return "\n".join(lines)
 
 
