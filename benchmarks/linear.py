@@ -148,6 +148,16 @@ def truth(tensors, kind, step=256):
     return total, d_hidden, d_head
 
 
+def at_medium_precision(h, w, t, v, kind):
+    """Gradients are written with the loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return kullback.linear_divergence(h, w, t, v, kind=kind)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals, device, clock):
     tensors = operands(student, rows, hidden, teacher_hidden, vocab, device)
     h, w, t, v = tensors
@@ -158,6 +168,8 @@ def linear_case(student, rows, hidden, teacher_hidden, vocab, kind, with_rivals,
         ("kullback", lambda *a: kullback.linear_divergence(*a, kind=kind)),
         ("kullback, 16-bit logits", lambda *a: kullback.linear_divergence(*a, kind=kind, logits_dtype=h.dtype)),
     ]
+    if device == "cpu":
+        contestants.insert(1, ("kullback, medium", lambda *a: at_medium_precision(*a, kind)))
     for name, loss in [*contestants, *(rivals(kind) if with_rivals else ())]:
         entry = {"name": name}
 

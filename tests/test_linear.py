@@ -93,6 +93,28 @@ def test_no_worse_than_float32_logits(backend, device, generator, dtype, kind, c
         assert relative_error(a / scaler, c) <= 1.2 * relative_error(b / scaler, c) + floor
 
 
+@pytest.fixture
+def medium_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_medium_precision_loses_nothing_of_bfloat16(generator, medium_precision):
+    """What a CPU then rounds to bfloat16 was widened from it: in logits and in the head's gradient."""
+    shapes = (128, 64), (500, 64), (128, 48), (500, 48)
+    h, w, t, v = (0.35 * torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    h.requires_grad_()
+    w.requires_grad_()
+    wide = [x.detach().double().requires_grad_() for x in (h, w, t, v)]
+    truth = oracle.divergence(wide[0] @ wide[1].T, wide[2] @ wide[3].T, "kl").mean()
+    loss = kullback.linear_divergence(h, w, t, v, chunk_rows=32)
+    assert relative_error(loss, truth) < 1e-6
+    for mine, exact in zip(torch.autograd.grad(loss, (h, w)), torch.autograd.grad(truth, wide[:2]), strict=True):
+        assert relative_error(mine, exact) < 3e-3
+
+
 SYMMETRIC = {"jensen_shannon": {"beta": 0.5}}
 
 
