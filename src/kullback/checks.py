@@ -387,6 +387,23 @@ def weights(
     label_smoothing: float = 0.0,
 ) -> Weights:
     """What a row's loss is a sum of."""
+    options = has_labels, form, divergence_weight, label_weight, z_weight, label_smoothing
+    if not torch.compiler.is_compiling():
+        try:
+            return _cached_weights(*options)
+        except TypeError:  # as of `problem`
+            pass
+    return _weights(*options)
+
+
+def _weights(
+    has_labels: bool,
+    form: str,
+    divergence_weight: float,
+    label_weight: float,
+    z_weight: float,
+    label_smoothing: float,
+) -> Weights:
     given = {
         "divergence_weight": divergence_weight,
         "label_weight": label_weight,
@@ -414,6 +431,9 @@ def weights(
     if z_weight and form != "logits":
         raise ValueError(f"z_weight is of a log-sum-exp of logits, and form {form!r} holds none; got {z_weight}")
     return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
+
+
+_cached_weights = functools.lru_cache(maxsize=1024, typed=True)(_weights)
 
 
 def check_smoothing(label_smoothing: float, is_shared: bool) -> None:

@@ -219,20 +219,11 @@ def divergence(
     >>> kullback.divergence(student, teacher, labels=torch.tensor([0]), label_weight=0.1)
     tensor(0.4015)
     """
-    sides: dict[str, Any] = {
-        "form": form,
-        "target_form": target_form,
-        "temperature": temperature,
-        "target_temperature": target_temperature,
-        "logit_scale": logit_scale,
-        "target_logit_scale": target_logit_scale,
-        "softcap": softcap,
-        "target_softcap": target_softcap,
-    }
+    scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
     if target is None or divergence_weight == 0:
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)
-        checks.problem(params, kind, **sides)
+        checks.problem(params, kind, form, target_form, *scales)
         labels = _labels_alone(labels, input, form, divergence_weight, label_weight, z_weight, label_smoothing)
         return _without_target(
             *(input, labels, form, label_weight, z_weight, label_smoothing),
@@ -267,7 +258,7 @@ def divergence(
         if not sharded.is_dtensor(labels):
             checks.check_tokens(labels, tokens)
     weights_of_logits = weights if form == "logits" else DIVERGENCE_ALONE
-    problem = checks.problem(params, kind, **sides, vocab=vocab, shard=shard, weights=weights_of_logits)
+    problem = checks.problem(params, kind, form, target_form, *scales, vocab, shard, weights_of_logits)
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     if inplace:

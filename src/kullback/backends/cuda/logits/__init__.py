@@ -432,8 +432,11 @@ def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtype
     """Whether in every row vectors of input, target and their gradients (0: none) begin at the same element."""
     x, y, d_x, d_y = addresses
     x_step, y_step, d_x_step, d_y_step = strides
-    if (x | y | d_x | d_y) % 64 == 0 and (x_step | y_step | d_x_step | d_y_step) % 8 == 0:
-        return True  # as usual: all rows begin with a vector, whatever its width
+    if (x | y | d_x | d_y) % 64 == 0:  # as usual: the first row begins with a vector, whatever its width,
+        if (x_step | y_step | d_x_step | d_y_step) % 8 == 0:  # and so do all rows; or they go on alike
+            return True
+        if x_step == y_step and (not d_x or d_x_step == x_step) and (not d_y or d_y_step == x_step):
+            return True
     width = plan.width(*dtypes[:2])
     first, step = x // dtypes[0].itemsize % width, x_step % width
     for address, stride, dtype in zip((x, y, d_x, d_y), strides, dtypes, strict=True):
