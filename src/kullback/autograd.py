@@ -222,6 +222,21 @@ class PerRow(torch.autograd.Function):
         return None, None, *gradients, *(None for _ in of_rows(operands))
 
 
+class EagerPerRow(torch.autograd.Function):
+    """PerRow for calls that nothing traces: what transforms want of a function takes as long as two launches."""
+
+    @staticmethod
+    def forward(ctx: Context, problem: Problem, dtype: torch.dtype, *operands: Tensor | None) -> Tensor:
+        losses, state = library.row_losses(problem, Operands._make(operands), dtype)
+        ctx.problem, ctx.backend = problem, backends.forced()
+        ctx.save_for_backward(state, *operands)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Context, grad_out: Tensor) -> Gradients:
+        return PerRow.backward(ctx, grad_out, None)
+
+
 # An operator that is called by itself, as in an exported program, is differentiated as the functions above are.
 
 
@@ -275,4 +290,9 @@ def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype
 
 def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, `input.shape[:-1]`."""
-    return PerRow.apply(problem, dtype, *operands)[0]  # type: ignore[no-any-return]
+    x, y = operands.input, operands.target
+    if is_traced(x, y):
+        return PerRow.apply(problem, dtype, *operands)[0]  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
+        return EagerPerRow.apply(problem, dtype, *operands)  # type: ignore[no-any-return]
+    return library.row_losses(problem, operands, dtype)[0]
