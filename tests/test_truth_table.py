@@ -1,5 +1,6 @@
 """What happens at zero, at the infinities, at NaN and among subnormal numbers."""
 
+import itertools
 import math
 from math import inf
 
@@ -319,6 +320,58 @@ def test_masks_that_overflow_when_scaled(kind, dtype, options, backend, device, 
             torch.testing.assert_close(of_kept, expected, rtol=rtol, atol=2e-7 * largest)
             if index:
                 assert (mine[:, 7] == 0).all()
+
+
+@EVERY_BACKEND
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forced_token(kind, dtype, backend, device, generator):
+    """A logit so large that floats keep nothing of others beside it: that token has all of its side."""
+    y = torch.randn(4, 300, generator=generator)
+    x = y + torch.randn(4, 300, generator=generator)
+    given = kinds.parameters(kind)
+    for size in (1e5, 1e6, 1e9):
+        x[1, 5] = y[2, 5] = x[3, 5] = y[3, 5] = size
+        own, other = x.to(dtype), y.to(dtype)
+        leaf = own.double().requires_grad_()
+        truth = oracle.divergence(leaf, other.double(), kind, **given)
+        (expected,) = torch.autograd.grad(truth.sum(), leaf)
+        for reduction, row in itertools.product(("sum", "none"), range(4)):
+            if truth[row].isinf():  # of the textbook's masses that are 0
+                continue
+            ours, theirs = (t[row : row + 1].clone().to(device) for t in (own, other))
+            loss = kullback.divergence(ours.requires_grad_(), theirs, kind, reduction=reduction, **given).sum()
+            (found,) = torch.autograd.grad(loss, ours)
+            if row == 3:  # both sides': then they are equal
+                assert loss == 0
+                assert found.count_nonzero() == 0
+                continue
+            assert relative_error(loss, truth[row]) < LOSS, (size, row)
+            if expected[row].isnan().any():  # of the textbook's root at 0
+                continue
+            largest = max(0.1, float(expected[row].abs().max()))  # of a forced student's nothing is left
+            bound = 1e-2 if dtype == torch.bfloat16 else 2e-5
+            assert (found[0].cpu().double() - expected[row]).abs().max() < bound * largest, (size, row)
+
+
+@EVERY_BACKEND
+@pytest.mark.few_kinds
+@pytest.mark.parametrize("kind", KINDS)
+def test_far_rows_with_an_offset(kind, backend, device, generator):
+    """Powers of masses are found from differences of logits, whatever these have in common."""
+    x = torch.randn(4, 300, generator=generator)
+    y = x + 0.5 * torch.randn(4, 300, generator=generator)
+    x, y = (x * 16).round() / 16 + 1e4, (y * 16).round() / 16
+    leaf = x.double().requires_grad_()
+    truth = oracle.divergence(leaf, y.double(), kind, **kinds.parameters(kind))
+    (expected,) = torch.autograd.grad(truth.sum(), leaf)
+    for reduction in ("sum", "none"):
+        ours = x.to(device).requires_grad_()
+        losses = kullback.divergence(ours, y.to(device), kind, reduction=reduction, **kinds.parameters(kind))
+        (found,) = torch.autograd.grad(losses.sum(), ours)
+        assert relative_error(losses.sum(), truth.sum()) < LOSS
+        assert relative_error(found, expected) < 1e-5
 
 
 def tilted_log_sum_exp(x, y, order):

@@ -87,9 +87,8 @@ class Elements(dict[str, Value]):
         if x_scale == y_scale:
             # Logits keep their digits when a whole number is taken off those that are larger in size.
             scale, rest = x_scale, rest if x_scale == 1 else rest / x_scale
-            whole = torch.round(rest)
-            rest = rest - whole
-            whole = self.column(whole)
+            whole = self.column(torch.round(rest))  # of float32 a number beyond 2²⁴ is whole, and another
+            rest = rest - whole.squeeze(-1).to(rest.dtype)
             is_y_larger = (known.target_lse.abs() > known.input_lse.abs()).unsqueeze(-1)
             of_y = torch.where(is_y_larger, whole, 0.0)
             ratio = (y - of_y).sub_(x + (whole - of_y))

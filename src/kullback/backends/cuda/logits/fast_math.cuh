@@ -65,8 +65,9 @@ INLINE real fast_logit_sqrt(real x, real row_max, real inv_temperature, real inv
 INLINE real fast_logit_geometric_mean(real y, real y_max, real y_scale, real y_inv_sum_exp, real, real, real, real, real ratio,
                                       real a)
 {
-    const real y_less = IS_COARSE ? y_max : mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
-    return ex2(fmaf((a - 1) * 1.44269504f, ratio, fmaf(y, base_2(y_scale), -y_less)));
+    const real y_exponent = IS_COARSE ? fmaf(y, base_2(y_scale), -y_max)
+                                      : fmaf(y, base_2(y_scale), -mul_rn(y_max, base_2(y_scale))) + log2f(y_inv_sum_exp);
+    return ex2(fmaf((a - 1) * 1.44269504f, ratio, y_exponent));
 }
 
 /* p^a q^(1-a) / exp(log_total) */
@@ -78,10 +79,8 @@ INLINE real fast_logit_tilted_mass(real y, real y_max, real y_scale, real y_inv_
         const real mass = ex2(is_less ? fmaf(x, base_2(x_scale), -x_max) : fmaf(y, base_2(y_scale), -y_max));
         return mass * ex2(fmaf(is_less ? a : a - 1, ratio, -log_total) * 1.44269504f);
     }
-    const real y_less = mul_rn(y_max, base_2(y_scale)) - log2f(y_inv_sum_exp);
-    const real x_less = mul_rn(x_max, base_2(x_scale)) - log2f(x_inv_sum_exp);
-    const real y_exponent = fmaf(y, base_2(y_scale), -y_less);
-    const real x_exponent = finite_ratio(fmaf(x, base_2(x_scale), -x_less));
+    const real y_exponent = fmaf(y, base_2(y_scale), -mul_rn(y_max, base_2(y_scale))) + log2f(y_inv_sum_exp);
+    const real x_exponent = finite_ratio(fmaf(x, base_2(x_scale), -mul_rn(x_max, base_2(x_scale))) + log2f(x_inv_sum_exp));
     return ex2(fmaf(a, y_exponent, fmaf(1 - a, x_exponent, -1.44269504f * log_total)));
 }
 

@@ -94,22 +94,25 @@ INLINE TermSums write_stable_gradients(const Slice &slice, Pipeline &pipeline, R
 }
 
 #if HAS_NORMALISERS
-/* From a log-sum-exp: the number next to it that logits can hold, and Σ exp against that */
-INLINE void set_softmax(double lse, float inv_temperature, float &max, float &sum_exp)
+/* From a log-sum-exp: the number next to it that logits can hold, and Σ exp against that, which is 1 where a double keeps
+   nothing of it */
+INLINE void set_softmax(double lse, float inv_temperature, bool in_range, float &max, float &sum_exp)
 {
     max = (float)(lse / (double)inv_temperature);
     const double rest = lse - (double)max * (double)inv_temperature;
-    sum_exp = (float)(exp(rest) / exp2(scaling_error(max, inv_temperature)));
+    const double log_sum_exp = rest - (in_range ? scaling_error(max, inv_temperature) * (double)LN2 : 0);
+    sum_exp = (float)exp(fabs(log_sum_exp) > 80 ? 0 : log_sum_exp);
 }
 
 INLINE RowStats known_stats(const Arguments &a, unsigned r, int input_lse, int target_lse)
 {
     RowStats stats;
+    const double x = INPUT_IS_LOGITS ? known(a, input_lse, r) : 0, y = TARGET_IS_LOGITS ? known(a, target_lse, r) : 0;
+    stats.in_range = fabs(x) < 8 * MAX_EXPONENT && fabs(y) < 8 * MAX_EXPONENT; /* longer ones are of rows in the safe mode */
     if (INPUT_IS_LOGITS)
-        set_softmax(known(a, input_lse, r), a.input_inv_temperature, stats.x_max, stats.x_sum_exp);
+        set_softmax(x, a.input_inv_temperature, stats.in_range, stats.x_max, stats.x_sum_exp);
     if (TARGET_IS_LOGITS)
-        set_softmax(known(a, target_lse, r), a.target_inv_temperature, stats.y_max, stats.y_sum_exp);
-    stats.in_range = true;
+        set_softmax(y, a.target_inv_temperature, stats.in_range, stats.y_max, stats.y_sum_exp);
     return stats;
 }
 #endif

@@ -147,6 +147,9 @@ INLINE float max_margin(float inv_temperature)
     return fminf(MAX_MARGIN, in_range_ratio_or_zero(MAX_MARGIN, opaque(inv_temperature)));
 }
 INLINE bool in_range(float sum_exp) { return sum_exp > MIN_SUM_EXP && sum_exp < MAX_SUM_EXP; }
+
+/* In nats: of longer exponents floats keep too little beside a maximum. A token that is forced has such. */
+#define MAX_EXPONENT 65536.0f
 INLINE bool is_max(float x) { return x > LOWEST_MAX && x < REAL_INFINITY; }
 
 /* Whether a side's number is such, of each side that is logits */
@@ -325,8 +328,15 @@ INLINE bool has_finite_moments(const RowStats &stats)
     return warp_all(are_finite);
 }
 
+INLINE bool are_in_range(const Arguments &a, const RowStats &stats)
+{
+    const auto is_served = [](float sum_exp, float exponent) { return in_range(sum_exp) && fabsf(exponent) < MAX_EXPONENT; };
+    return warp_all((!INPUT_IS_LOGITS || is_served(stats.x_sum_exp, stats.x_max * a.input_inv_temperature))
+                    && (!TARGET_IS_LOGITS || is_served(stats.y_sum_exp, stats.y_max * a.target_inv_temperature)));
+}
+
 /* The whole row's statistics: of finite logits, -inf among them, in one sweep beside that which finds maxima; where estimates
-   are far from what maxima are, in two. Of rows that hold +inf, NaN, or nothing above LOWEST_MAX, sums are of
+   are far from what maxima are, in two. Of rows that hold +inf, NaN, longer exponents, or nothing above LOWEST_MAX, sums are of
    exp((x - max)·inv_temperature), moments are not summed, and the result is false. */
 INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowStats &stats)
 {
@@ -339,7 +349,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
 #endif
     if (HAS_GUARDS && !group.guards) {
         stats = row_stats<true, false>(slice, pipeline, group, row_max);
-        if (are(in_range, stats.x_sum_exp, stats.y_sum_exp)) {
+        if (are_in_range(a, stats)) {
             group.guards = !has_finite_moments(stats);
             if (group.guards)
                 stats = row_stats<false, true>(slice, pipeline, group, row_max);
@@ -347,7 +357,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
         }
     } else {
         stats = row_stats<true, true>(slice, pipeline, group, row_max);
-        if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
+        if (are_in_range(a, stats))
             return true;
     }
     if (!IS_EXACT) {
@@ -356,7 +366,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
             stats = row_stats<false, true>(slice, pipeline, group, row_max);
             if (SUMS_FROM_MOMENTS) /* a maximum says nothing of the other tokens: nothing is foreseen of them */
                 stats.spread = REAL_INFINITY;
-            if (are(in_range, stats.x_sum_exp, stats.y_sum_exp))
+            if (are_in_range(a, stats))
                 return true;
         }
     }
