@@ -745,3 +745,15 @@ def test_masses_without_a_target_and_rows_that_do_not_count(form, backend, devic
         gradient = torch.autograd.grad(loss, ours)[0]
         assert gradient.isfinite().all()
         assert gradient[2].count_nonzero() == 0
+
+
+def test_labels_beside_a_float64_target(backend, device, generator):
+    """What float64 finds of the input is not to be spoiled by a label's logit in float32."""
+    x, y = torch.randn(3, 9, generator=generator), torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([1, 8, -100])
+    given = {"labels": labels.to(device), "softcap": 5.0, "temperature": 1.3, "reduction": "sum"}
+    loss = kullback.divergence(x.to(device), y.to(device), **given, target_temperature=1.0)
+    logits = 5 * torch.tanh(x.double() / 5) / 1.3
+    expected = oracle.divergence(logits, y, "kl").sum()
+    expected = expected + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert relative_error(loss, expected) < 1e-13

@@ -260,6 +260,24 @@ def test_rows_without_weight_leak_nothing(backend, device, generator, reduction)
         assert all(torch.equal(clean, other) for other in others)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "support"])
+def test_rows_without_weight_leak_nothing_beside_a_topk_teacher(backend, device, generator, tail, reduction):
+    h, w = torch.randn(3, 4, generator=generator), torch.randn(9, 4, generator=generator)
+    log_p, ids = (t.to(device) for t in torch.randn(3, 9, generator=generator).log_softmax(-1).topk(3, -1))
+    given = {"tail": tail, "labels": torch.tensor([1, 2, -100], device=device), "reduction": reduction}
+    results = []
+    for garbage in (0.0, torch.nan, torch.inf):
+        h[1] = garbage
+        leaves = [t.clone().to(device).requires_grad_() for t in (h, w)]
+        weight = torch.tensor([1.0, 0.0, 2.0], device=device)
+        loss = kullback.linear_divergence(*leaves, log_p, target_indices=ids, row_weight=weight, **given)
+        results.append((loss, *torch.autograd.grad(loss.sum(), leaves)))
+    for clean, *others in zip(*results, strict=True):
+        assert clean.isfinite().all()
+        assert all(torch.equal(clean, other) for other in others)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_weight_and_no_rows(backend, device, generator, reduction):
     for rows in (ROWS, 0):

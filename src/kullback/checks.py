@@ -464,6 +464,8 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Te
     if isinstance(normalizer, Tensor):
         if normalizer.dim() != 0:
             raise ValueError(f"normalizer must be a number or 0-d; got shape {shape(normalizer)}")
+        if normalizer.dtype not in (*FLOATS, *IDS):
+            raise TypeError(f"normalizer must be of a float or integer dtype; got {normalizer.dtype}")
         if normalizer.device not in (input.device, torch.device("cpu")):
             raise ValueError(f"normalizer must be on the input's device {input.device}; got {normalizer.device}")
     elif isinstance(normalizer, bool) or not isinstance(normalizer, numbers.Real):
@@ -482,6 +484,8 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{name} must not be a nested tensor: give its rows, {name}.values(), or a padded tensor")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got {tensor.layout}: {name}.to_dense() is one")
     if tensor.dtype not in FLOATS:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
 

@@ -220,6 +220,7 @@ def divergence(
     tensor(0.4015)
     """
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
+    checks.check_flag("inplace", inplace)
     if target is None or divergence_weight == 0:
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)

@@ -156,6 +156,8 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     # Without a tail the rows' states are those of the divergence, below.
     backends.run(small if has_tail else small._replace(known=None, found=None))
     if not has_tail:
+        if work.row_weight is not None:  # nor are rows of weight 0 read: 0 times what they hold may be NaN
+            outcomes = torch.where((work.row_weight == 0).unsqueeze(-1), 0.0, outcomes)
         ours = torch.empty_like(losses) if losses is not None else None
         teacher = Teacher(ids, problem, negligible, has_tail)
         of_divergence = work._replace(scale=work.scale * problem.weights.divergence, loss=ours, total=None)

@@ -189,7 +189,8 @@ class Chunk:
     def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
         nothing = self.x.new_zeros(self.x.size(0), dtype=accumulator(self.x))
-        logit = nothing if labels is None else label_logits(self.problem.input, self.x, labels)
+        dtype = compute_dtype(self.x, self.y)
+        logit = nothing if labels is None else label_logits(self.problem.input, self.x, labels, dtype)
         if not self.problem.weights.smoothing:
             return logit, nothing
         side = self.problem.input
@@ -219,13 +220,14 @@ class Chunk:
             piece.write(outputs, state, grad_out, skips, marks)
 
 
-def label_logits(side: Side, x: Tensor, labels: Tensor) -> Tensor:
-    """Of rows [rows, vocab] of logits, as they count; 0 where there is none here."""
+def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of rows [rows, vocab] of logits, as they count; 0 where there is none here. dtype: as of `compute_dtype`."""
     if not x.size(1):
         return x.new_zeros(x.size(0), dtype=accumulator(x))
     # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.
-    own = capped(x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(compute_dtype(x, x)), side.softcap)
-    scale = inverse_temperature(side, x.dtype == torch.float64)
+    dtype = dtype or compute_dtype(x, x)
+    own = capped(x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(dtype), side.softcap)
+    scale = inverse_temperature(side, dtype == torch.float64)
     return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 
 
