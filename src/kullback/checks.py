@@ -11,8 +11,8 @@ import numbers
 import operator
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex, TypeVar, get_args
 
 import torch
 from torch import Tensor, distributed
@@ -47,6 +47,27 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 IDS = (*INTEGERS, *UNSIGNED)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def remembered(make: Callable[P, R]) -> Callable[P, R]:
+    """What eager calls made of options is kept: a training loop asks with the same ones again and again."""
+    kept: Callable[..., R] = functools.lru_cache(maxsize=1024, typed=True)(make)  # True is not to pass for 1
+
+    @functools.wraps(make)
+    def ask(*options: P.args, **named: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            try:
+                return kept(*options, **named)
+            except TypeError:  # an option that cannot be hashed, or one that is refused: said below
+                pass
+        return make(*options, **named)
+
+    return ask
+
+
+@remembered
 def _problem(
     kind: str,
     form: str,
@@ -131,10 +152,6 @@ def _whose(parameter: str) -> str:
     return f" ({parameter} is of {', '.join(kinds)})" if kinds else ""
 
 
-# A training loop asks with the same options again and again. By type, since True is not to pass for 1.
-_cached_problem = functools.lru_cache(maxsize=1024, typed=True)(_problem)
-
-
 def problem(
     params: Mapping[str, float],
     kind: str,
@@ -153,13 +170,9 @@ def problem(
     """The problem that a kind, its parameters and these options make, checked."""
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
     options: tuple[Any, ...] = (kind, form, target_form, *scales, vocab, shard, weights, *params, *params.values())
-    if not torch.compiler.is_compiling():
-        try:
-            return _cached_problem(*options)
-        except TypeError:  # an option that cannot be hashed, or one that is refused: said below
-            pass
     made = _problem(*options)
-    any([is_symbolic(scalar) for scalar in made.scalars])  # noqa: C419 # Dynamo has to meet a caller's numbers before it traces an autograd.Function
+    if torch.compiler.is_compiling():
+        any([is_symbolic(scalar) for scalar in made.scalars])  # noqa: C419 # Dynamo has to meet a caller's numbers before it traces an autograd.Function
     return made
 
 
@@ -378,6 +391,7 @@ def labels_of(given: Tensor | None, input: Tensor, vocab: int) -> Tensor | None:
 LEAST_WEIGHT = 1e-18  # in size: the others are divided by it, in float32
 
 
+@remembered
 def weights(
     has_labels: bool,
     form: str,
@@ -387,23 +401,6 @@ def weights(
     label_smoothing: float = 0.0,
 ) -> Weights:
     """What a row's loss is a sum of."""
-    options = has_labels, form, divergence_weight, label_weight, z_weight, label_smoothing
-    if not torch.compiler.is_compiling():
-        try:
-            return _cached_weights(*options)
-        except TypeError:  # as of `problem`
-            pass
-    return _weights(*options)
-
-
-def _weights(
-    has_labels: bool,
-    form: str,
-    divergence_weight: float,
-    label_weight: float,
-    z_weight: float,
-    label_smoothing: float,
-) -> Weights:
     given = {
         "divergence_weight": divergence_weight,
         "label_weight": label_weight,
@@ -431,9 +428,6 @@ def _weights(
     if z_weight and form != "logits":
         raise ValueError(f"z_weight is of a log-sum-exp of logits, and form {form!r} holds none; got {z_weight}")
     return Weights(divergence_weight, label_weight if has_labels else 0.0, z_weight, label_smoothing)
-
-
-_cached_weights = functools.lru_cache(maxsize=1024, typed=True)(_weights)
 
 
 def check_smoothing(label_smoothing: float, is_shared: bool) -> None:

@@ -228,3 +228,8 @@ def at_support(gathered: Tensor, ids: Tensor, form: str) -> Tensor:
 def without_empty_rows(gathered: Tensor, absent: Tensor) -> Tensor:
     """Anything else for rows without ids, which are not to be counted: they may hold what is no number."""
     return torch.where(absent.all(-1, keepdim=True), 0.0, gathered)
+
+
+def without_unread_rows(gathered: Tensor, row_weight: Tensor | None) -> Tensor:
+    """Anything else for rows of weight 0, which are not read: 0 times what they hold may be no number."""
+    return gathered if row_weight is None else torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)

@@ -38,6 +38,7 @@ from kullback.gathered import (
     with_labels,
     without_empty_rows,
     without_label,
+    without_unread_rows,
 )
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
@@ -156,8 +157,7 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     # Without a tail the rows' states are those of the divergence, below.
     backends.run(small if has_tail else small._replace(known=None, found=None))
     if not has_tail:
-        if work.row_weight is not None:  # nor are rows of weight 0 read: 0 times what they hold may be NaN
-            outcomes = torch.where((work.row_weight == 0).unsqueeze(-1), 0.0, outcomes)
+        outcomes = without_unread_rows(outcomes, work.row_weight)
         ours = torch.empty_like(losses) if losses is not None else None
         teacher = Teacher(ids, problem, negligible, has_tail)
         of_divergence = work._replace(scale=work.scale * problem.weights.divergence, loss=ours, total=None)
@@ -416,9 +416,7 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
         tokens, form = problem.vocab or input.size(-1), problem.input.form
         return losses + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight)
     wide, places = with_labels(teacher.ids, labels)
-    gathered: Tensor = GatherRows.apply(input, wide, problem, others_of(problem))
-    if row_weight is not None:
-        gathered = torch.where((row_weight == 0).unsqueeze(-1), 0.0, gathered)
+    gathered = without_unread_rows(GatherRows.apply(input, wide, problem, others_of(problem)), row_weight)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
     lse = log_sum(outcomes).squeeze(-1)
     none = torch.zeros_like(lse)
