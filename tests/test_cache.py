@@ -43,6 +43,13 @@ def test_builds_once_where_xdg_says(cache):
     assert builder.calls == 2
 
 
+def test_a_log_says_when_a_kernel_is_compiled(caplog):
+    with caplog.at_level("INFO", logger="kullback"):
+        for _ in range(2):
+            kernels.cached("key", ".so", Builder())
+    assert caplog.messages == ["compiling a kernel", "compiled in 0.0 s"]
+
+
 def test_a_relative_xdg_folder_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import stat
@@ -29,6 +30,8 @@ LOCK_SECONDS = 180.0  # for another process's compilation; then this one compile
 MOST_BYTES = 512 << 20
 MOST_SECONDS = 90 * 86400  # since an entry was last used
 A_DAY = 86400  # how exactly the last use is known
+
+logger = logging.getLogger(__name__)
 
 
 def directory() -> Path:
@@ -63,7 +66,7 @@ def cached(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
             if not is_intact(path):
                 with filelock.FileLock(path.with_suffix(".lock"), timeout=LOCK_SECONDS, mode=0o600):
                     if not is_intact(path):
-                        _write(path, build())
+                        _write(path, _built(build))
                         prune()
             return path
     except filelock.Timeout:
@@ -73,7 +76,7 @@ def cached(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
     try:
         path = _private_directory() / name
         if not is_intact(path):
-            _write(path, build())
+            _write(path, _built(build))
         return path
     except OSError as error:
         raise BuildError(f"there is no folder to build a kernel in: {error}") from error
@@ -169,6 +172,15 @@ def _remove(folder: Path, process: int) -> None:
     """At exit; a forked child leaves its parent's folder alone."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _built(build: Callable[[], bytes]) -> bytes:
+    """What it builds, which may take seconds: who listens is told."""
+    logger.info("compiling a kernel")
+    begin = time.monotonic()
+    data = build()
+    logger.info("compiled in %.1f s", time.monotonic() - begin)
+    return data
 
 
 def _write(path: Path, data: bytes) -> None:
