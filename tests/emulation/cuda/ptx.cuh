@@ -130,7 +130,9 @@ INLINE unsigned long long globaltimer() { return (unsigned long long)time(nullpt
 
 INLINE void trap() { abort(); }
 
-INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier)
+INLINE unsigned long long createpolicy_evict_first() { return 0; }
+INLINE unsigned long long createpolicy_evict_normal() { return 0; }
+INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier, unsigned long long)
 {
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16 || bytes % 16)
         abort();

@@ -105,6 +105,7 @@ struct Slice {
 /* One thread: all tiles of all rows of the cluster, each when its stage is empty */
 INLINE void produce_rows(const Arguments &a, const Memory &memory, unsigned rank)
 {
+    const unsigned long long policy = createpolicy_evict_normal();
     Stage stage = { 0, 0 };
     for (unsigned r = clusterid(); r < a.rows; r += nclusterid()) {
         const Slice slice(a, r, rank);
@@ -114,7 +115,8 @@ INLINE void produce_rows(const Arguments &a, const Memory &memory, unsigned rank
             mbarrier_wait(memory.empty(stage.index), stage.phase ^ 1);
             mbarrier_arrive_expect_tx(memory.full(stage.index), (unsigned)count * (unsigned)BYTES);
             if (count)
-                cp_async_bulk(memory.tile(stage.index), from + start * WIDTH, (unsigned)count * (unsigned)BYTES, memory.full(stage.index));
+                cp_async_bulk(memory.tile(stage.index), from + start * WIDTH, (unsigned)count * (unsigned)BYTES,
+                              memory.full(stage.index), policy);
         }
     }
 }

@@ -305,11 +305,26 @@ INLINE unsigned long long globaltimer() /* nanoseconds */
 
 INLINE void trap() { asm volatile("trap;"); }
 
-/* From global to shared memory; bytes and both addresses are multiples of 16. */
-INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier)
+/* How long the second-level cache is to keep what is read */
+INLINE unsigned long long createpolicy_evict_first()
 {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier))
+    unsigned long long result;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(result));
+    return result;
+}
+
+INLINE unsigned long long createpolicy_evict_normal()
+{
+    unsigned long long result;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(result));
+    return result;
+}
+
+/* From global to shared memory; bytes and both addresses are multiples of 16. */
+INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *barrier, unsigned long long policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
 }
 

@@ -92,6 +92,18 @@ template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats 
     return row;
 }
 
+#if HAS_FAST
+/* Masses of the stable formula; row: its constants */
+INLINE float input_mass(const Row &row, float q)
+{
+    return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
+}
+INLINE float target_mass(const Row &row, float p)
+{
+    return stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp);
+}
+#endif
+
 template <typename T> INLINE void swap_halves(Packed<T> &values)
 {
     enum { COUNT = sizeof(Packed<T>) / sizeof(unsigned) };

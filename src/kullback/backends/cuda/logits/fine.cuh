@@ -35,11 +35,7 @@ struct FineElements {
     INLINE bool serve(const Arguments &a) const { return warp_all(has_one_temperature(a) && without_sum > 1e-3f); }
     INLINE bool is_near(float q, float p) const { return kullback::is_near(row, q, p); }
     /* One side's, which is found anyway */
-    INLINE float mass(float q, float p) const
-    {
-        return HAS_P_LOG_RATIO ? stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp)
-                               : stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-    }
+    INLINE float mass(float q, float p) const { return HAS_P_LOG_RATIO ? target_mass(row, p) : input_mass(row, q); }
     INLINE Element near(float q, float p) const
     {
         Element e = near_element(q, p, near_row, parameters);
@@ -74,10 +70,7 @@ struct FineElements {
     INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums) : a(a), row(row_constants<STABLE>(a, stats, sums)) {}
     INLINE bool serve(const Arguments &) const { return true; }
     INLINE bool is_near(float, float) const { return true; }
-    INLINE float mass(float q, float) const
-    {
-        return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-    }
+    INLINE float mass(float q, float) const { return input_mass(row, q); }
     INLINE Element near(float q, float p) const { return stable_element(q, p, row, a.parameters); }
     enum { ANY_MODE = STABLE };
     template <bool> INLINE Element any(float q, float p) const { return near(q, p); }
@@ -95,10 +88,7 @@ struct FineElements {
     }
     INLINE bool serve(const Arguments &) const { return warp_all(has_one_temperature(a) && row.tilted_lse == 0); }
     INLINE bool is_near(float q, float p) const { return fabsf(log_ratio.of(q, p)) < FINE_RADIUS; }
-    INLINE float mass(float q, float) const
-    {
-        return stable_logit_mass(q, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
-    }
+    INLINE float mass(float q, float) const { return input_mass(row, q); }
     INLINE Element near(float q, float p) const
     {
         const float r = log_ratio.of(q, p), product = log_ratio.rest * log_ratio.root(q, p) * r, square = r * r;
@@ -109,9 +99,8 @@ struct FineElements {
         e.term = product * (r * polynomial<FINE_TERMS, FINE_TERM_STEP>([&](int k) { return fine_term_factor(a, k); }, r));
         e.d_log_q = 0.5f * (e.term + difference);
         e.d_log_p = 0.5f * (e.term - difference);
-        e.input = fmaf(-mass(q, p), row.input_grad_sum, e.d_log_q);
-        e.target = fmaf(-stable_logit_mass(p, row.target_max, row.target_inv_temperature, row.target_inv_sum_exp),
-                        row.target_grad_sum, e.d_log_p);
+        e.input = fmaf(-input_mass(row, q), row.input_grad_sum, e.d_log_q);
+        e.target = fmaf(-target_mass(row, p), row.target_grad_sum, e.d_log_p);
         float sinh = 1 / 92897280.0f; /* 2·sinh(r/2) / r */
         sinh = fmaf(sinh, square, 1 / 322560.0f);
         sinh = fmaf(sinh, square, 1 / 1920.0f);

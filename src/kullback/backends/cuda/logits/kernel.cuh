@@ -36,6 +36,9 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     Label label = {};
 #endif
     const unsigned lane = threadIdx.x % 32;
+    /* What is on chip is wanted in the second-level cache no more: there it would outlive rows that were announced. Clusters of
+       eight, which leave multiprocessors idle, are faster without (docs/lab-notebook.md). */
+    const unsigned long long policy = group.cluster == 8 ? createpolicy_evict_normal() : createpolicy_evict_first();
     const auto row_of_lane = [&](unsigned first) { return first + lane / Sample::PARTS * row_step(); };
     const auto take_next = [&](unsigned first) {
         const unsigned r = row_of_lane(first);
@@ -85,8 +88,8 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
                 }
                 mbarrier_arrive_expect_tx(tile.full(), (unsigned)max(count, 0) * (unsigned)(X_BYTES + Y_BYTES));
                 if (count > 0) {
-                    cp_async_bulk((void *)tile.x(), x + start * WIDTH, (unsigned)count * (unsigned)X_BYTES, tile.full());
-                    cp_async_bulk((void *)tile.y(), y + start * WIDTH, (unsigned)count * (unsigned)Y_BYTES, tile.full());
+                    cp_async_bulk((void *)tile.x(), x + start * WIDTH, (unsigned)count * (unsigned)X_BYTES, tile.full(), policy);
+                    cp_async_bulk((void *)tile.y(), y + start * WIDTH, (unsigned)count * (unsigned)Y_BYTES, tile.full(), policy);
                 }
             });
         __syncwarp();

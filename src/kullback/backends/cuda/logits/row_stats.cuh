@@ -146,17 +146,13 @@ INLINE float max_margin(float inv_temperature)
 {
     return fminf(MAX_MARGIN, in_range_ratio_or_zero(MAX_MARGIN, opaque(inv_temperature)));
 }
-INLINE bool in_range(float sum_exp) { return sum_exp > MIN_SUM_EXP && sum_exp < MAX_SUM_EXP; }
 
 /* In nats: of longer exponents floats keep too little beside a maximum. A token that is forced has such. */
 #define MAX_EXPONENT 65536.0f
 INLINE bool is_max(float x) { return x > LOWEST_MAX && x < REAL_INFINITY; }
 
-/* Whether a side's number is such, of each side that is logits */
-INLINE bool are(bool (*is_such)(float), float x, float y)
-{
-    return warp_all((!INPUT_IS_LOGITS || is_such(x)) && (!TARGET_IS_LOGITS || is_such(y)));
-}
+/* Whether it is so of each side that is logits */
+INLINE bool of_each_side(bool x, bool y) { return warp_all((!INPUT_IS_LOGITS || x) && (!TARGET_IS_LOGITS || y)); }
 
 /* Threads that a sample has elements of, in this rank's slice */
 INLINE int sampled_threads(const Slice &slice, const RowGroup &group)
@@ -330,9 +326,11 @@ INLINE bool has_finite_moments(const RowStats &stats)
 
 INLINE bool are_in_range(const Arguments &a, const RowStats &stats)
 {
-    const auto is_served = [](float sum_exp, float exponent) { return in_range(sum_exp) && fabsf(exponent) < MAX_EXPONENT; };
-    return warp_all((!INPUT_IS_LOGITS || is_served(stats.x_sum_exp, stats.x_max * a.input_inv_temperature))
-                    && (!TARGET_IS_LOGITS || is_served(stats.y_sum_exp, stats.y_max * a.target_inv_temperature)));
+    const auto is_served = [](float sum_exp, float exponent) {
+        return sum_exp > MIN_SUM_EXP && sum_exp < MAX_SUM_EXP && fabsf(exponent) < MAX_EXPONENT;
+    };
+    return of_each_side(is_served(stats.x_sum_exp, stats.x_max * a.input_inv_temperature),
+                        is_served(stats.y_sum_exp, stats.y_max * a.target_inv_temperature));
 }
 
 /* The whole row's statistics: of finite logits, -inf among them, in one sweep beside that which finds maxima; where estimates
@@ -362,7 +360,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
     }
     if (!IS_EXACT) {
         row_max = exact_max(slice, pipeline, group);
-        if (are(is_max, row_max.x, row_max.y)) {
+        if (of_each_side(is_max(row_max.x), is_max(row_max.y))) {
             stats = row_stats<false, true>(slice, pipeline, group, row_max);
             if (SUMS_FROM_MOMENTS) /* a maximum says nothing of the other tokens: nothing is foreseen of them */
                 stats.spread = REAL_INFINITY;
