@@ -103,8 +103,8 @@ def regimes():
 
 
 def real_rows(name):
-    """Milliseconds with a student's gradient on an H200, and the share of three passes' time in it."""
-    report = load(f"h200/{name}")
+    """Milliseconds with a student's gradient, and the share of three passes' time in it."""
+    report = load(name)
     cells = {}
     for result in report["results"]:
         case = result["case"]
@@ -171,6 +171,7 @@ def labels():
     lines = []
     for part, head, results in (
         ("dense", "H200: rows, kind", newest),
+        ("dense", "H100: rows, kind", of_labels),
         ("linear", "H100: hidden states", of_labels),
         ("alone", "H200: labels alone", newest),
         ("figures", "H200: figures of rows", newest),
@@ -578,8 +579,10 @@ PERFORMANCE = (
     section("logits, close", functools.partial(logits, "h100/logits", 0.03, TASKS)),
     section("shapes", functools.partial(logits, "h200/shapes", 1.0, TASKS[:2])),
     section("rivals, random rows", rivals_on_random_rows),
-    section("real rows", functools.partial(real_rows, "real")),
-    section("real rows, other kinds", functools.partial(real_rows, "real_others")),
+    section("real rows", functools.partial(real_rows, "h200/real")),
+    section("real rows, other kinds", functools.partial(real_rows, "h200/real_others")),
+    section("real rows, H100", functools.partial(real_rows, "h100/real")),
+    section("real rows, other kinds, H100", functools.partial(real_rows, "h100/real_others")),
     section("rivals", rivals_on_real_rows),
     section("rivals, float32", rivals_in_float32),
     section("real rows, CPU", real_rows_on_a_cpu),
