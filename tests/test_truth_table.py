@@ -575,3 +575,39 @@ def test_a_sum_that_its_dtype_does_not_hold_is_infinite(backend, device, dtype):
     assert kullback.divergence(x.to(dtype), y.to(dtype), row_weight=weight, reduction="sum") == INF
     low = torch.full((4, 8), -6e4 if dtype == torch.float16 else -6e37, dtype=dtype, device=device)
     assert kullback.kl_div(low, torch.ones_like(low), reduction="sum") == INF
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("kind", ["alpha", "renyi"])
+@pytest.mark.parametrize(
+    ("order", "vocab"), [(1e-20, 3000), (-1e-6, 500), (1e-3, 3000), (1 - 1e-7, 500), (1 + 1e-5, 3000)]
+)
+def test_orders_near_0_and_1(kind, order, vocab, backend, device, generator):
+    """Nothing cancels: losses are those of reverse_kl and kl but for what the order adds."""
+    if kind == "renyi" and order < 0:
+        order = -order
+    y = 3 * torch.randn(8, vocab, generator=generator)
+    noise = torch.randn(8, vocab, generator=generator) * torch.tensor([2, 1, 0.3, 0.1, 0.03, 0.01, 1e-3, 0])[:, None]
+    x, y = ((y + noise).to(device).requires_grad_(), y.to(device))
+    losses = kullback.divergence(x, y, kind, alpha=order, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), x)
+    a = torch.tensor(order, dtype=torch.float32).double()  # as kernels hold it
+    leaf = x.detach().double().requires_grad_()
+    log_q, log_p = leaf.log_softmax(-1), y.double().log_softmax(-1)
+    q, p, r = log_q.exp(), log_p.exp(), log_p - log_q
+    # Σ p^a q^(1-a) - 1 over a(1-a), from the nearer of both sides
+    power = (
+        q * (torch.expm1(a * r) - a * torch.expm1(r))
+        if a < 0.5
+        else p * (torch.expm1((a - 1) * r) - (a - 1) * -torch.expm1(-r))
+    )
+    shortfall = -power.sum(-1)
+    wanted = shortfall / (a * (1 - a)) if kind == "alpha" else torch.log1p(-shortfall) / (a - 1)
+    (gradient_wanted,) = torch.autograd.grad(wanted.sum(), leaf)
+    assert (losses >= 0).all()
+    assert losses[-1] == 0
+    assert not gradient[-1].any()
+    error = (losses.double() - wanted).abs()[:-1] / wanted[:-1]
+    assert error.max() < 5e-6
+    for found, true in zip(gradient[:-1].double(), gradient_wanted[:-1], strict=True):
+        assert (found - true).norm() / true.norm() < 5e-6

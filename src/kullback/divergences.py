@@ -277,8 +277,12 @@ def chi2(x: Pair) -> Element:
     )
 
 
+LEAST_ORDER, MOST_ORDER = 1e-30, 1e18  # float32 has their products with log-ratios, and their squares
+ORDERS = f"between {LEAST_ORDER:g} and {MOST_ORDER:g}{{}}, and not so near to 1 that float32 takes it for that"
+
+
 def is_order(alpha: float) -> bool:
-    return abs(alpha) > LEAST_SHARE and not 1 - 3e-8 <= alpha <= 1 + 6e-8
+    return LEAST_ORDER <= abs(alpha) <= MOST_ORDER and not 1 - 3e-8 <= alpha <= 1 + 6e-8
 
 
 def _alpha_of(m: Moments, alpha: Value) -> Element:
@@ -289,7 +293,7 @@ def _alpha_of(m: Moments, alpha: Value) -> Element:
 
 @partial(
     Divergence,
-    parameter=Parameter("alpha", 0.5, "finite, and not so near to 0 or 1 that float32 takes it for either", is_order),
+    parameter=Parameter("alpha", 0.5, ORDERS.format(" in size"), is_order),
     moments=_alpha_of,
 )
 def alpha(x: Pair, alpha: Value) -> Element:
@@ -307,12 +311,7 @@ def alpha(x: Pair, alpha: Value) -> Element:
 
 @partial(
     Divergence,
-    parameter=Parameter(
-        "alpha",
-        0.5,
-        "positive, and not so near to 0 or 1 that float32 takes it for either",
-        lambda alpha: alpha > 0 and is_order(alpha),
-    ),
+    parameter=Parameter("alpha", 0.5, ORDERS.format(""), lambda alpha: alpha > 0 and is_order(alpha)),
     moments=_alpha_of,
 )
 def renyi(x: Pair, alpha: Value) -> Element:
@@ -337,7 +336,11 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     p_less = select_near(over_p, 0.5, -(x.p * small_expm1(over_p)), x.p - w)
     q_less = select_near(over_q, 0.5, -(x.q * small_expm1(over_q)), x.q - w)
     d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
-    near = x.p * ((1.0 / alpha) * exp_remainder(x.ratio) - 1.0 / (alpha * other) * exp_remainder(other * x.ratio))
+    # (e^-r - 1 + r)/a - (e^-(1-a)r - 1 + (1-a)r)/(a(1-a)), where nothing cancels for an a that is nearly 0 or 1
+    of_p, of_q, linear = exp_remainder(alpha * x.ratio), exp_remainder(other * x.ratio), other * x.ratio
+    near = x.p * (
+        x.ratio * (linear - of_q) + (1.0 + of_q - linear) * ((1.0 / alpha) * of_p) - (1.0 / other) * of_q
+    )
     return Element(
         select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,

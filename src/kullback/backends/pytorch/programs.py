@@ -15,7 +15,7 @@ from torch import Tensor
 from kullback.backends.lowering import rewriter
 from kullback.forms import FORMS, SIDES, softmax_of
 from kullback.formula import TENSOR, Program, Symbol, Value, node, variable
-from kullback.problem import formula, has_corner
+from kullback.problem import formula, has_corner, moments_of
 
 
 class Way(enum.Enum):
@@ -183,7 +183,7 @@ def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     if way is Way.PARTIALS:
         is_small = 0 < parameter < SMALL_SHARE or 1 - SMALL_SHARE < parameter < 1  # 0 of a kind that has none
         return not has_corner(kind) and not is_small
-    return way is Way.FAST and traits(kind).is_sum_of_partials
+    return way is Way.FAST and traits(kind, parameter).is_sum_of_partials
 
 
 class Traits(NamedTuple):
@@ -193,8 +193,8 @@ class Traits(NamedTuple):
     least_fast_sum: float  # rows of less want the exact formula
 
 
-@functools.cache
-def traits(kind: str) -> Traits:
+@functools.lru_cache(maxsize=1024)
+def traits(kind: str, parameter: float) -> Traits:
     element = formula(kind, "logits", "logits").element
     rewrite = rewriter(_rule(Way.FAST))
     term, *partials = (rewrite(element[name]) for name in ("term", *PARTIALS))
@@ -211,4 +211,8 @@ def traits(kind: str) -> Traits:
         least = 1e-3 if is_sum else 0.02
     else:
         least = 1e-6  # what normalisers are off by enters squared, 1e-14, and is taken off smaller sums
+    moments = moments_of(kind)
+    if moments is not None and moments.exponent is not None:  # 1 - Σ p^a q^(1-a) is divided by a and by 1 - a
+        order = parameter if isinstance(moments.exponent, Symbol) else moments.exponent
+        least *= max(1.0, 0.5 / min(abs(order), abs(1 - order)))
     return Traits(is_sum, least)
