@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kullback
-from kullback.backends import build, c
+from kullback.backends import build
+from kullback.backends.c import compile
 from tests import emulation
 from tests.kinds import FEW, GPU
 
@@ -59,7 +60,7 @@ def backend(request):
         yield request.param
         return
     if request.param == "c":
-        c.compiler()
+        compile.compiler()
     with kullback.backend(request.param):
         yield request.param
 

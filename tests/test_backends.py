@@ -10,6 +10,7 @@ import torch
 import kullback
 from kullback import backends
 from kullback.backends import BackendInfo, build, c
+from kullback.backends.c import compile
 from kullback.problem import Problem, Side
 from kullback.work import VERBS, Operands, Rows
 from tests import emulation
@@ -22,7 +23,7 @@ def fresh_kernels(monkeypatch):
     """As if nothing had been built, or failed, in this process."""
     monkeypatch.setattr(build, "failures", {})
     monkeypatch.setattr(backends, "_told", set())
-    caches = c.compiler, c.kernel
+    caches = compile.compiler_name, compile.compiler, c.kernel
     for cached in caches:
         cached.cache_clear()
     yield
@@ -111,11 +112,32 @@ def test_each_thread_forces_for_itself():
 
 
 def test_without_a_compiler_torch_runs_and_says_why(monkeypatch, fresh_kernels):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert kullback.divergence(X, X, form="probs").item() == 0
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kullback.divergence(X, X, form="probs").item() == 0
     info = kullback.backend_info()
     assert info.name == "torch"
-    assert "no-such-compiler" in info.refused["c"]
+    assert "no C compiler found" in info.refused["c"]
+
+
+def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tmp_path, fresh_kernels):
+    log = tmp_path / "log"
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\necho asked >> {log}\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    with pytest.warns(RuntimeWarning, match=r"(?s)backend 'c' could not build a kernel; a slower one runs.*cc.*failed"):
+        assert kullback.divergence(X, X, form="probs").item() == 0
+    asked = log.read_text()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in ("kl", "renyi"):
+            kullback.divergence(X, X, kind, form="probs")
+            assert kullback.backend_info().name == "torch"
+            assert str(script) in kullback.backend_info().refused["c"]
+    assert log.read_text() == asked
 
 
 def test_a_kernel_that_cannot_be_built_is_told_once_and_no_other_suffers(monkeypatch, fresh_kernels):

@@ -201,6 +201,23 @@ def test_a_compiler_that_hangs_is_stopped(tmp_path):
     assert time.monotonic() - begin < 30
 
 
+def test_an_interrupt_stops_the_compiler(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    script = tmp_path / "cc"
+    script.write_text(f"#!/bin/sh\nsleep 3\ntouch {mark}\n")
+    script.chmod(0o755)
+
+    def interrupted(process, seconds=None):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile._compile((str(script),), "")
+    time.sleep(4)
+    assert not mark.exists()
+
+
 @pytest.mark.parametrize("script", ["exit 0", "printf '\\344' >&2; exit 1"], ids=["writes nothing", "not UTF-8"])
 def test_a_compiler_that_is_none(script, tmp_path):
     path = tmp_path / "cc"

@@ -15,12 +15,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import kullback
 from kullback import kernelbench
 from kullback.backends import BACKENDS, cache
+from kullback.backends.build import BuildError
 from kullback.backends.c.compile import compiler
 from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
@@ -111,9 +113,13 @@ def info(
         reason = backend.why_not(Rows(problem, Operands(probe, probe)))
         if name == "cuda" and device == "cpu":
             reason = "no CUDA device"
-        told = f"[green]runs on {device}[/]" if reason is None else f"[yellow]cannot run:[/] {reason}"
+        compiled_by = ""
         if name == "c" and reason is None:
-            told += f", compiled by {compiler()[0]}"
+            try:
+                compiled_by = f", compiled by {compiler()[0]}"
+            except BuildError as error:
+                reason = escape(str(error))
+        told = f"[green]runs on {device}[/]{compiled_by}" if reason is None else f"[yellow]cannot run:[/] {reason}"
         if name == "torch":
             told += ", for what those above cannot do"
         table.add_row(f"backend {name}", told)

@@ -12,9 +12,17 @@ from torch import Tensor
 
 from kullback.backends import pytorch
 from kullback.backends.arguments import address
-from kullback.backends.build import BuildError, remember_failures
+from kullback.backends.build import remember_failures
 from kullback.backends.c import describe, topk
-from kullback.backends.c.compile import HERE, arguments_of, compiler, function, library, softmaxes
+from kullback.backends.c.compile import (
+    HERE,
+    NO_COMPILER,
+    arguments_of,
+    compiler_name,
+    function,
+    library,
+    softmaxes,
+)
 from kullback.backends.lowering import slopes_are_logs
 from kullback.backends.near import FLOAT_RADIUS, OverRootShape, over_root
 from kullback.backends.printer import TYPES, print_functor, print_layout, print_macros, ranges
@@ -53,11 +61,7 @@ def why_not(work: Work) -> str | None:
     device = work.first_tensor.device
     if device.type != "cpu":
         return f"tensors are on {device.type}"
-    try:
-        compiler()
-    except BuildError as error:
-        return str(error)
-    return None
+    return None if compiler_name() else NO_COMPILER
 
 
 def run(work: Work) -> None:

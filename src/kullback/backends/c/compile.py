@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kullback.backends import cache
 from kullback.backends.arguments import Table, struct_fields, structure, table
-from kullback.backends.build import BuildError
+from kullback.backends.build import BuildError, remember_failures
 from kullback.backends.printer import print_macros
 
 HERE = Path(__file__).parent
@@ -36,6 +36,7 @@ FLAGS = [
 
 COMPILE_SECONDS = 300.0  # the slowest kernel takes two
 PROBE_SECONDS = 30.0
+NO_COMPILER = "no C compiler found (looked for $CC, cc, gcc, clang)"
 
 
 class CompilerTimeoutError(BuildError):
@@ -59,11 +60,18 @@ def key(command: tuple[str, ...], source: str) -> str:
 
 
 @functools.cache
+def compiler_name() -> str | None:
+    """What is asked to compile, whether it can or not; None where there is nothing to ask."""
+    return os.environ.get("CC", "").strip() or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+
+
+@functools.cache
+@remember_failures
 def compiler() -> tuple[str, ...]:
     """The compiler and its flags, tried on a small kernel. Raises BuildError."""
-    name = os.environ.get("CC", "").strip() or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    name = compiler_name()
     if name is None:
-        raise BuildError("no C compiler found (looked for $CC, cc, gcc, clang)")
+        raise BuildError(NO_COMPILER)
     binary = shutil.which(name.split()[0])
     # Part of every cache key, since it is part of the command: another compiler compiles anew.
     version = f"-DCOMPILER_VERSION={os.stat(binary).st_mtime_ns}" if binary else "-DCOMPILER_VERSION=0"
@@ -103,8 +111,10 @@ def _compile(command: tuple[str, ...], source: str, seconds: float = COMPILE_SEC
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                _kill(process)
                 raise CompilerTimeoutError(f"{command[0]} did not finish in {seconds:.0f} seconds") from None
+            finally:
+                if process.poll() is None:  # too slow, or interrupted
+                    _kill(process)
         said = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
         if status or not binary.exists():
             raise BuildError(f"{' '.join(command)} failed: {said or f'status {status}, and no output'}")
