@@ -178,3 +178,51 @@ def test_each_call_inside_is_one_and_of_logits(generator):
     kullback.divergence(x, y)
     assert len(collected) == 3
     assert not any(found.entropy.requires_grad for found in collected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("tail", ["bucket", "support"])
+def test_a_compiled_loss_of_some_tokens_is_not_taken_for_its_row(tail, generator):
+    """What a compiler has traced are operators on a few outcomes."""
+    x, y = (sample("logits", (3, 20), generator, torch.float32) for _ in range(2))
+    log_p, ids = y.log_softmax(-1).topk(4)
+    labels = torch.tensor([1, -100, 2])
+    losses = {
+        "topk": lambda a: kullback.topk_divergence(a, log_p, ids, tail=tail),
+        "labels": lambda a: kullback.divergence(a, None, labels=labels),
+    }
+    for loss in losses.values():
+        with kullback.collecting_statistics() as collected:
+            torch.compile(loss, backend="aot_eager")(x.clone().requires_grad_()).backward()
+        assert collected == []
+    with kullback.collecting_statistics() as collected:
+        torch.compile(lambda a: kullback.divergence(a, y), backend="aot_eager")(x.clone().requires_grad_()).backward()
+    hold(collected, x)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_differentiable_backward_is_no_call(reduction, generator):
+    x, y = (sample("logits", (3, 20), generator, torch.float32) for _ in range(2))
+    log_p, ids = y.log_softmax(-1).topk(4)
+    leaf = x.requires_grad_()
+    with kullback.collecting_statistics() as collected:
+        loss = kullback.topk_divergence(leaf, log_p, ids, reduction=reduction).sum()
+        torch.autograd.grad(loss, leaf, create_graph=True)
+    hold(collected, x.detach())
+
+
+def test_transforms_of_some_tokens_leave_nothing_behind(generator):
+    x, y = (sample("logits", (3, 5, 20), generator, torch.float32) for _ in range(2))
+    log_p, ids = y.log_softmax(-1).topk(4)
+    with kullback.collecting_statistics() as collected:
+        torch.vmap(kullback.topk_divergence)(x, log_p, ids)
+        torch.func.jacrev(lambda a: kullback.divergence(a, None, labels=torch.tensor([1, 2, 3, 4, 5])))(x[0])
+    assert collected == []
+
+
+def test_figures_beside_a_teacher_of_some_tokens_are_no_losses(generator):
+    x, y = (sample("logits", (3, 20), generator, torch.float32) for _ in range(2))
+    with kullback.collecting_statistics() as collected:
+        kullback.topk_row_statistics(x, *y.log_softmax(-1).topk(4))
+        kullback.row_statistics(x, y)
+    assert collected == []

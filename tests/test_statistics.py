@@ -499,3 +499,20 @@ def test_what_cannot_be_followed_is_refused():
     ):
         with pytest.raises(TypeError, match=r"input must be a plain tensor, outside of tracing and torch\.func"):
             call()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_are_all_among_the_first(dtype):
+    """Whichever of them a sort would choose: a token is one of k first if less than k have more mass."""
+    x = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 2.0, 0.0], [3.0, 1.0, 1.0, 1.0]], dtype=dtype)
+    ids = torch.tensor([[2, -1], [2, 0], [3, 0]])
+    found = kullback.topk_row_statistics(x, torch.tensor([[-0.1, -torch.inf], [-1.0, -1.0], [-1.0, -2.0]]), ids)
+    assert found.overlap.tolist() == [1.0, 0.5, 1.0]
+
+
+def test_a_row_of_nan_agrees_with_no_teacher():
+    found = kullback.topk_row_statistics(
+        torch.full((1, 8), torch.nan), torch.full((1, 2), -1.0), torch.tensor([[0, 1]])
+    )
+    assert not found.agreement.item()
+    assert found.overlap.isnan().item()

@@ -136,7 +136,7 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
             if name in words.ARGUMENTS:
                 raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}")
             raise ValueError(
-                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), names)}; "
+                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), (*names, *DENSE_OPTIONS))}; "
                 f"it has: {', '.join(names) or 'none'}{_whose(str(name))}"
             )
         given = number(str(name), value)
@@ -572,14 +572,18 @@ def check_teacher(
         check_entries("target", target, target_indices, input, target_form or "log_probs", tail)
     elif tail != "bucket":
         raise ValueError(f"tail goes with target_indices; got {tail!r} and none")
-    if target_weight is None and target_bias is not None:
-        raise ValueError("target_bias goes with target_weight; got none")
+    check_target_bias(target_weight, target_bias)
     if target_weight is not None and target_form not in (None, "logits"):
         raise ValueError(f"target_form must be 'logits' where there is a target_weight; got {target_form!r}")
     if target.device != input.device:
         raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
     if target.dim() == 0 or target.shape[:-1] != input.shape[:-1]:
         raise ValueError(f"target must have the rows of input, {[*input.shape[:-1], '...']}; got {shape(target)}")
+
+
+def check_target_bias(target_weight: Tensor | None, target_bias: Tensor | None) -> None:
+    if target_weight is None and target_bias is not None:
+        raise ValueError("target_bias goes with target_weight; got none")
 
 
 def shared_vocab(valid: int | None, student: int, teacher: int) -> int:
@@ -664,6 +668,9 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     """Of a module: what is wrong with a kind, its parameter and options, whatever the tensors will be."""
     given = dict(options)
     params = {name: given.pop(name) for name in options if name not in known}
+    for name in ("row_weight", "labels", "normalizer"):
+        if name in params:
+            raise ValueError(f"{name} comes with a call of the module; it is no option that a module keeps")
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
     check_name("tail", given.pop("tail", "bucket"), TAILS)
     check_chunk_rows(given.pop("chunk_rows", None))

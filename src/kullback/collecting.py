@@ -16,7 +16,7 @@ from kullback.backends.pytorch import entropy, label_logits
 from kullback.backends.pytorch.piece import capped
 from kullback.labels import in_slice
 from kullback.problem import Problem, accumulator
-from kullback.tracing import is_traced
+from kullback.tracing import in_functorch, is_traced
 from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 
 
@@ -41,6 +41,10 @@ def collecting_statistics() -> Iterator[list[LossStatistics]]:
     One `LossStatistics` for each call of `divergence` and `linear_divergence`, of logits, whatever its reduction, and
     of what calls them: modules, integrations. Of `topk_divergence` the row is read once more. It holds for this thread,
     or task, alone; a checkpointed forward that runs again inside is another call.
+
+    Losses of probabilities are not collected. Under `torch.compile` and transforms of `torch.func` neither are
+    `topk_divergence` and `divergence` of labels alone (`target=None`). Under `torch.compile` `linear_divergence` of
+    labels alone has 0 in rows whose label is -100: these are not read.
 
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
@@ -86,8 +90,8 @@ def end(begun: Sequence[Begun]) -> None:
 
 
 def begin(problem: Problem, operands: Operands) -> Begun | None:
-    """Of a loss of such rows; None where nobody collects, or there are no logits."""
-    if not is_collecting() or problem.input.form != "logits":
+    """Of a loss of such rows; None where nobody collects, there are no logits, or a few outcomes of the rows alone."""
+    if not is_collecting() or problem.input.form != "logits" or problem.is_gathered:
         return None
     x, labels = operands.input.detach(), operands.labels
     rows, dtype = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
@@ -149,12 +153,19 @@ def _in_operators(problem: Problem, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def apart(problem: Problem, operands: Operands) -> Iterator[None]:
     """Collect from rows of which the loss, computed inside, is of a few tokens."""
-    begun = begin(problem, operands)
+    begun = None if in_functorch() else begin(problem, operands)
     if begun is not None:
         x = problem.narrow(as_rows(operands.input.detach()))
         weight = None if operands.row_weight is None else row_vector(operands.row_weight, x.size(0))
         begun.figures.copy_(figures_of(problem, x, weight))
         end([begun])
+    with paused():
+        yield
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing of the losses inside."""
     token = _collected.set(None)
     try:
         yield

@@ -338,9 +338,7 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
     # (e^-r - 1 + r)/a - (e^-(1-a)r - 1 + (1-a)r)/(a(1-a)), where nothing cancels for an a that is nearly 0 or 1
     of_p, of_q, linear = exp_remainder(alpha * x.ratio), exp_remainder(other * x.ratio), other * x.ratio
-    near = x.p * (
-        x.ratio * (linear - of_q) + (1.0 + of_q - linear) * ((1.0 / alpha) * of_p) - (1.0 / other) * of_q
-    )
+    near = x.p * (x.ratio * (linear - of_q) + (1.0 + of_q - linear) * ((1.0 / alpha) * of_p) - (1.0 / other) * of_q)
     return Element(
         select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,

@@ -907,24 +907,25 @@ def topk_row_statistics(
         softcap=softcap,
         valid_vocab=valid_vocab,
     )
-    forward, backward = (
-        topk_divergence(
-            input,
-            target_values,
-            target_indices,
-            kind,
-            form=form,
-            target_form=target_form,
-            tail=tail,
-            temperature=temperature,
-            target_temperature=target_temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            valid_vocab=valid_vocab,
-            reduction="none",
+    with collecting.paused():
+        forward, backward = (
+            topk_divergence(
+                input,
+                target_values,
+                target_indices,
+                kind,
+                form=form,
+                target_form=target_form,
+                tail=tail,
+                temperature=temperature,
+                target_temperature=target_temperature,
+                logit_scale=logit_scale,
+                softcap=softcap,
+                valid_vocab=valid_vocab,
+                reduction="none",
+            )
+            for kind in ("kl", "reverse_kl")
         )
-        for kind in ("kl", "reverse_kl")
-    )
     counts = input[..., : valid_vocab or input.size(-1)]
     plain = checks.problem({}, "kl", form=form, target_form="logits")
     entries = topk.entries_of(target_form, "zero", form, counts.size(-1))
@@ -936,16 +937,17 @@ def topk_row_statistics(
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
     first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
+    are_numbers = ~of_rows.entropy.isnan()
     return TopKRowStatistics(
         kl=forward,
         reverse_kl=backward,
         mass=gathered[:, :-1].sum(-1).view(input.shape[:-1]),
         target_mass=target[..., :-1].exp().sum(-1),
-        overlap=statistics.overlap(counts, teacher.ids),
+        overlap=statistics.overlap(counts, teacher.ids).where(are_numbers, torch.nan),
         entropy=of_rows.entropy,
         lse=of_rows.lse,
         top_token=of_rows.top_token,
-        agreement=of_rows.top_token == first,
+        agreement=are_numbers & (of_rows.top_token == first),
         label_log_prob=of_rows.label_log_prob,
         label_rank=of_rows.label_rank,
     )
@@ -1005,6 +1007,7 @@ def linear_row_statistics(
     backends.begin()
     if (target is None) != (target_weight is None):
         raise ValueError("target and target_weight go together; one of them is None")
+    checks.check_target_bias(target_weight, target_bias)
     checks.check_memory(input=input, weight=weight, target=target, target_weight=target_weight, labels=labels)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     models = [(rows_of(hidden), weight, bias)]
@@ -1016,6 +1019,8 @@ def linear_row_statistics(
             )
         models.append((rows_of(other[0]), *other[1:]))
     vocab = checks.shared_vocab(valid_vocab, weight.size(0), models[-1][1].size(0))
+    if not vocab:
+        raise ValueError(f"weight must have tokens; got the shape {checks.shape(weight)}")
     given = checks.labels_of(labels, input, vocab)
     heads = [(side, first(head, vocab), None if b is None else first(b, vocab)) for side, head, b in models]
     problem = checks.problem(

@@ -123,7 +123,7 @@ def labelled_rows(
     outcomes = columns[:, : wide.size(1) + 1]
     divergence, label, _, smoothing = problem.weights
     if target is None or divergence == 0:
-        small, target, divergence = Problem("kl", Side("logits"), Side("logits")), outcomes, 1.0
+        small, target, divergence = Problem("kl", Side("logits"), Side("logits"), is_gathered=True), outcomes, 1.0
     else:
         small, target = at_ids(problem), sharing_its_tail(outcomes, target, negligible, problem)
     small = dataclasses.replace(small, weights=Weights(divergence, label * (1 - smoothing)))
@@ -209,7 +209,7 @@ def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
 
 def at_ids(problem: Problem, form: str = "logits") -> Problem:
     """The problem of the k + 1 outcomes: temperature and softcap have been applied to them."""
-    return Problem(problem.kind, Side(form), Side(problem.target.form), problem.parameter)
+    return Problem(problem.kind, Side(form), Side(problem.target.form), problem.parameter, is_gathered=True)
 
 
 def is_of_support(problem: Problem, has_tail: bool) -> bool:

@@ -57,6 +57,7 @@ class Problem:
     vocab: int = 0  # how many tokens of a row, or of this rank's part, count; 0: all
     shard: Shard = WHOLE
     weights: Weights = DIVERGENCE_ALONE
+    is_gathered: bool = False  # whether rows are a few outcomes of the student's rows
 
     def __hash__(self) -> int:
         return self._hash
@@ -68,14 +69,15 @@ class Problem:
     @functools.cached_property
     def _hash(self) -> int:
         """Of every call's look into caches."""
-        return hash((self.kind, self.input, self.target, self.parameter, self.vocab, self.shard, self.weights))
+        fields = self.kind, self.input, self.target, self.parameter, self.vocab, self.shard, self.weights
+        return hash((*fields, self.is_gathered))
 
     @property
     def key(self) -> str:
         """All but the numbers; with `scalars` what an operator takes."""
         group, first_token, width = self.shard
         place = f" {first_token} {width} {group}" if group else ""
-        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab}{place}"
+        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab} {int(self.is_gathered)}{place}"
 
     @property
     def scalars(self) -> tuple[float, ...]:
@@ -148,11 +150,11 @@ class Problem:
 @functools.lru_cache(maxsize=1024)
 def decode(key: str, scalars: tuple[float, ...] = (1.0, 1.0, 0.0, 0.0, 0.0, *DIVERGENCE_ALONE)) -> Problem:
     """The problem of that key and those scalars; without them, one that is good for shapes."""
-    kind, form, target_form, vocab, *place = key.split(" ", 6)
+    kind, form, target_form, vocab, is_gathered, *place = key.split(" ", 7)
     temperature, target_temperature, softcap, target_softcap, parameter, *weights = scalars
     input, target = Side(form, temperature, softcap), Side(target_form, target_temperature, target_softcap)
     shard = Shard(place[2], int(place[0]), int(place[1])) if place else WHOLE
-    return Problem(kind, input, target, parameter, int(vocab), shard, Weights(*weights))
+    return Problem(kind, input, target, parameter, int(vocab), shard, Weights(*weights), is_gathered == "1")
 
 
 class Formula(NamedTuple):

@@ -46,7 +46,8 @@ class TopKRowStatistics(NamedTuple):
     reverse_kl: Tensor
     mass: Tensor  # of the input at the teacher's tokens
     target_mass: Tensor  # of the teacher's entries as they are
-    overlap: Tensor  # which share of the teacher's tokens are among as many first ones of the input; NaN without any
+    overlap: Tensor  # which share of the teacher's tokens are among as many first ones of the input, equal ones all;
+    # NaN without any, and in a row that holds NaN
     entropy: Tensor  # of the input
     lse: Tensor
     top_token: Tensor  # int64
@@ -56,13 +57,15 @@ class TopKRowStatistics(NamedTuple):
 
 
 def overlap(input: Tensor, ids: Tensor) -> Tensor:
-    """Which share of the ids, [..., k] and distinct or -1, are among as many of the row's largest elements."""
-    count = (ids >= 0).sum(-1)
-    places = torch.arange(ids.size(-1), device=ids.device)
-    own = input.topk(min(ids.size(-1), input.size(-1))).indices
-    own = torch.where(places[: own.size(-1)] < count.unsqueeze(-1), own, -2).sort(-1).values
-    found = torch.searchsorted(own, ids.contiguous()).clamp(max=own.size(-1) - 1)
-    return (own.gather(-1, found) == ids).sum(-1) / count
+    """Which share of the ids, [..., k] and distinct or -1, are among as many of the row's largest elements.
+
+    One is if fewer elements are larger: equal ones all are, whichever a sort would choose.
+    """
+    count = (ids >= 0).sum(-1, keepdim=True)
+    first = input.topk(min(ids.size(-1), input.size(-1))).values
+    least = first.gather(-1, (count - 1).clamp(0, first.size(-1) - 1))
+    are_among = (input.gather(-1, ids.clamp(min=0)) >= least) & (ids >= 0)
+    return are_among.sum(-1) / count.squeeze(-1)
 
 
 def of_rows(

@@ -201,7 +201,8 @@ class Piece:
         way, sums = self.way, self._sums(self.way)
         if way is Way.FAST:
             is_right = torch.stack(list(sums)).sum(0).isfinite()
-            is_right &= (sums.term >= traits(self.problem.kind, self.problem.parameter).least_fast_sum) | (stats.tilted_lse != 0)
+            least = traits(self.problem.kind, self.problem.parameter).least_fast_sum
+            is_right &= (sums.term >= least) | (stats.tilted_lse != 0)
             rest = torch.nonzero(~is_right).squeeze(1)
             if len(rest) == len(is_right):
                 self._take_exact()
