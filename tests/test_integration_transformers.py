@@ -1,6 +1,7 @@
 """`student(**batch).loss` of Hugging Face models, with what people train them with. Models are tiny and random."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def model(name, seed, dtype=torch.float32, **more):
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **ARCHITECTURES[name], **more})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **ARCHITECTURES.get(name, {}), **more})
     made = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     head = made.get_output_embeddings()
     with torch.no_grad():
@@ -280,7 +281,7 @@ def test_what_would_be_ignored_is_refused():
     with pytest.raises(ValueError, match="student's logits are not those of its head: they differ by"):
         distil(student, teacher)
     student = model("Llama", 0)
-    with distil(student, teacher), pytest.raises(ValueError, match="distilled already"):
+    with distil(student, teacher), pytest.raises(ValueError, match="distilled already.*DistillationTrainer"):
         distil(student, teacher)
     with pytest.raises(TypeError, match="must be a causal language model of transformers; got Linear"):
         distil(torch.nn.Linear(2, 2), teacher)
@@ -359,3 +360,39 @@ def check_rank(rank, store, wrapper):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_two_processes(wrapper, tmp_path):
     mp.spawn(check_rank, (tmp_path / "store", wrapper), WORLD)
+
+
+def test_training_without_the_teacher_is_told():
+    """Trainer takes labels away where it smooths them itself."""
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+    with distil(student, teacher):
+        with pytest.warns(RuntimeWarning, match="called in training without labels.*label_smoothing_factor"):
+            student.train()(**inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            student.eval()(**inputs)
+            with torch.no_grad():
+                student.train()(**inputs)
+            student(**given)
+
+
+def test_a_forward_that_another_replaced_is_told():
+    """As trainers of TRL do when they are made inside."""
+    student, teacher = model("Llama", 0), model("Llama", 1)
+    distillation = distil(student, teacher)
+    ours = student.forward
+    student.forward = lambda **batch: ours(**batch)
+    with pytest.warns(RuntimeWarning, match="replaced by another's"):
+        distillation.undo()
+    assert "forward" not in vars(student)
+
+
+def test_a_routers_loss_is_refused():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    student, teacher = model("Mixtral", 0, output_router_logits=True, **sizes), model("Mixtral", 1, **sizes)
+    with pytest.raises(ValueError, match="router's loss, output_router_logits"):
+        distil(student, teacher)
+    student.config.output_router_logits = False
+    with distil(student, teacher):
+        check(student, teacher, batch())

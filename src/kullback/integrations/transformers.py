@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,19 +33,33 @@ class Distillation:
 
     def __init__(self, model: nn.Module, forward: Any) -> None:
         self._model: nn.Module | None = model
-        model.forward = forward
+        self._forward = model.forward = forward
 
     def undo(self) -> None:
         """Give the student its own forward back."""
-        if self._model is not None:
-            del self._model.forward
-            self._model = None
+        if self._model is None:
+            return
+        if self._model.forward is not self._forward:
+            warnings.warn(
+                "the student's forward was replaced by another's while it was distilled, as trainers of TRL do when they "
+                "are made: where that one found the loss, the teacher was not used",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        del self._model.forward
+        self._model = None
 
     def __enter__(self) -> Distillation:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+NO_LABELS = (
+    "a distilled student was called in training without labels, so that its own forward ran and the teacher was not used. "
+    "Trainer's label_smoothing_factor and compute_loss_func take labels out of the batch: distil has label_smoothing"
+)
 
 
 def distil(
@@ -58,7 +73,7 @@ def distil(
     It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own
     forward, Trainer, accelerate, DDP, FSDP2, gradient checkpointing and compile need nothing else. A batch's `labels`
     say which tokens count: those that are not -100, shifted by one as in the model's own loss; a batch without labels
-    has the model's own forward. `num_items_in_batch`, which Trainer passes, is what the sum is divided by. In
+    has the model's own forward, of which a warning tells in training. `num_items_in_batch`, which Trainer passes, is what the sum is divided by. In
     evaluation the student is as it was. The teacher is no part of the student, nor of its checkpoints.
 
     Args:
@@ -76,7 +91,8 @@ def distil(
 
     Raises:
         TypeError, ValueError: of `kullback.linear_divergence`, for options; for a head whose logits are not those of
-            the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces.
+            the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces; for a
+            student whose forward is another's, or has a router's loss.
 
     >>> from kullback.integrations.transformers import distil
     >>> def train(student, teacher, trainer):
@@ -94,7 +110,15 @@ def distil(
         )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
     if "forward" in vars(model):
-        raise ValueError("student is distilled already, or its forward is another's: undo that first")
+        raise ValueError(
+            "student is distilled already, or its forward is another's, as where a trainer of TRL has been made of it: "
+            "undo that first. With TRL, use DistillationTrainer and kullback.integrations.trl.patched()"
+        )
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "student has a router's loss, output_router_logits, which is no part of a divergence: set that to False in "
+            "its configuration"
+        )
     teacher.eval()
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
@@ -105,6 +129,8 @@ def distil(
         labels: Tensor | None = batch.get("labels")
         shifted: Tensor | None = batch.get("shift_labels")
         if not self.training or (labels is None and shifted is None):
+            if self.training and torch.is_grad_enabled():
+                warnings.warn(NO_LABELS, RuntimeWarning, stacklevel=2)
             return own_forward(input_ids=input_ids, **batch)
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS}
         inputs |= {"input_ids": input_ids, "use_cache": False}
