@@ -131,7 +131,7 @@ def info(
 
 @app.command()
 def check() -> None:
-    """Check every backend on this machine against float64: the truth table and a random grid. Takes up to a minute.
+    """Check every backend on this machine against float64: the truth table and a random grid. Takes seconds; the first time minutes, when kernels are compiled.
 
     Exit status 1 if anything is off.
     """
