@@ -744,7 +744,7 @@ def test_files_that_do_not_belong_together(tmp_path, files, pair):
         ("text.safetensors", "1 of 12 windows differ, first window 5"),
         ("few.safetensors", "[12, 9] and [5, 9] tokens"),
         ("bare.safetensors", "96 and 40 rows"),
-        ("none.safetensors", "has no tensor of logits"),
+        ("none.safetensors", "has no tensor of floating-point logits"),
         ("rubbish.safetensors", "is no safetensors file"),
         ("empty", "neither run.json"),
         ("nothing", "there is no"),

@@ -516,3 +516,13 @@ def test_a_row_of_nan_agrees_with_no_teacher():
     )
     assert not found.agreement.item()
     assert found.overlap.isnan().item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05])
+def test_the_entropy_of_sharp_rows(backend, device, generator, temperature):
+    """What a scaled logit is rounded by does not show."""
+    x = 300 * torch.randn(32, 500, generator=generator)
+    log_q = (x.double() / temperature).log_softmax(-1)
+    expected = -(log_q.exp() * log_q.clamp(min=-1e4)).sum(-1)
+    found = kullback.row_statistics(x.to(device), temperature=temperature).entropy.cpu().double()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -169,7 +169,7 @@ def test_shards(folder, of, words):
         ({"data_offsets": [400, 0]}, "its header gives logits -400 bytes"),
         ({"shape": [10**12, 10], "data_offsets": [0, 4 * 10**13]}, "1000000000000 rows, of which it has 10"),
         ({"shape": [10, 10**12], "data_offsets": [0, 4 * 10**13]}, "has no whole row"),
-        ({"dtype": "X9"}, "has no tensor of logits"),
+        ({"dtype": "X9"}, "has no tensor of floating-point logits"),
         ({"shape": [1 << 50, 0, 4], "data_offsets": [0, 0]}, "its logits have no row"),
     ],
 )

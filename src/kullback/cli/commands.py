@@ -131,7 +131,9 @@ def info(
 
 @app.command()
 def check() -> None:
-    """Check every backend on this machine against float64: the truth table and a random grid. Takes seconds; the first time minutes, when kernels are compiled.
+    """Check every backend on this machine against float64: the truth table and a random grid.
+
+    It takes seconds, and the first time minutes, since kernels are compiled.
 
     Exit status 1 if anything is off.
     """

@@ -141,7 +141,7 @@ def tensor(path: Path, name: str, entry: Entry, dimensions: int | None = None) -
 
 
 def shapes_of(held: dict[str, Entry]) -> str:
-    return _short({name: entry.shape for name, entry in held.items()})
+    return _short({name: f"{entry.dtype or 'unknown'} {entry.shape}" for name, entry in held.items()})
 
 
 def ids(path: Path, name: str, entry: Entry, dimensions: int | None = None) -> Tensor:
@@ -456,7 +456,7 @@ class LogitsFile:
         names = ["logits"] if "logits" in held else sorted((n for n in held if is_rows(held[n])), key=_natural)
         if not names or not all(is_rows(held[name]) for name in names):
             raise MismatchError(
-                f"{path} has no tensor of logits, [rows, vocab] or [windows, positions, vocab]; "
+                f"{path} has no tensor of floating-point logits, [rows, vocab] or [windows, positions, vocab]; "
                 f"it has {shapes_of(held)}"
             )
         if len({(held[name].shape[-1], held[name].dtype) for name in names}) > 1:

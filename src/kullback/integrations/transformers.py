@@ -41,8 +41,8 @@ class Distillation:
             return
         if self._model.forward is not self._forward:
             warnings.warn(
-                "the student's forward was replaced by another's while it was distilled, as trainers of TRL do when they "
-                "are made: where that one found the loss, the teacher was not used",
+                "the student's forward was replaced by another's while it was distilled, as trainers of TRL do when "
+                "they are made: where that one found the loss, the teacher was not used",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -57,7 +57,7 @@ class Distillation:
 
 
 NO_LABELS = (
-    "a distilled student was called in training without labels, so that its own forward ran and the teacher was not used. "
+    "a distilled student was called in training without labels: its own forward ran, and the teacher was not used. "
     "Trainer's label_smoothing_factor and compute_loss_func take labels out of the batch: distil has label_smoothing"
 )
 
@@ -72,9 +72,10 @@ def distil(
 
     It is found from hidden states, and logits are never all in memory. Since it is found inside the student's own
     forward, Trainer, accelerate, DDP, FSDP2, gradient checkpointing and compile need nothing else. A batch's `labels`
-    say which tokens count: those that are not -100, shifted by one as in the model's own loss; a batch without labels
-    has the model's own forward, of which a warning tells in training. `num_items_in_batch`, which Trainer passes, is what the sum is divided by. In
-    evaluation the student is as it was. The teacher is no part of the student, nor of its checkpoints.
+    say which tokens count: those that are not -100, shifted by one as in the model's own loss. A batch without labels
+    has the model's own forward; in training a warning tells. `num_items_in_batch`, which Trainer passes, is what the
+    sum is divided by. In evaluation the student is as it was. The teacher is no part of the student, nor of its
+    checkpoints.
 
     Args:
         student: a causal language model of transformers; or that in PEFT's, DDP's or torch.compile's wrapper. A LoRA on

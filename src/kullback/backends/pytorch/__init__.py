@@ -234,10 +234,10 @@ def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | Non
 def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
     """What these tokens of rows of logits have of it."""
     side, dtype = problem.input, compute_dtype(x, x)
-    values = capped(x.to(dtype), side.softcap) * inverse_temperature(side, dtype == torch.float64)
-    high = lse.to(dtype)
-    low = (lse - high).to(dtype)  # a rounded log-sum-exp would be seen beside the logarithm of a mass next to 1
-    logs = (values - high.unsqueeze(-1)).sub_(low.unsqueeze(-1))
+    scale = inverse_temperature(side, dtype == torch.float64)
+    reference = (lse / scale).to(dtype)  # near which logits lose nothing when they are scaled
+    rest = (lse - reference.to(lse.dtype) * scale).to(dtype)  # seen beside the logarithm of a mass next to 1
+    logs = (capped(x.to(dtype), side.softcap) - reference.unsqueeze(-1)).mul_(scale).sub_(rest.unsqueeze(-1))
     masses = logs.exp()
     found = -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)
     return found.clamp_(min=0).to(lse.dtype)  # a log-sum-exp may be rounded to less than its largest term
