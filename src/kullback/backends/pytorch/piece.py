@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_partials, program, traits
+from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_partials, least_fast_sum, program
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
@@ -201,8 +201,7 @@ class Piece:
         way, sums = self.way, self._sums(self.way)
         if way is Way.FAST:
             is_right = torch.stack(list(sums)).sum(0).isfinite()
-            least = traits(self.problem.kind, self.problem.parameter).least_fast_sum
-            is_right &= (sums.term >= least) | (stats.tilted_lse != 0)
+            is_right &= (sums.term >= least_fast_sum(self.problem)) | (stats.tilted_lse != 0)
             rest = torch.nonzero(~is_right).squeeze(1)
             if len(rest) == len(is_right):
                 self._take_exact()

@@ -15,7 +15,7 @@ from torch import Tensor
 from kullback.backends.lowering import rewriter
 from kullback.forms import FORMS, SIDES, softmax_of
 from kullback.formula import TENSOR, Program, Symbol, Value, node, variable
-from kullback.problem import formula, has_corner, moments_of
+from kullback.problem import Problem, formula, has_corner
 
 
 class Way(enum.Enum):
@@ -183,18 +183,26 @@ def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     if way is Way.PARTIALS:
         is_small = 0 < parameter < SMALL_SHARE or 1 - SMALL_SHARE < parameter < 1  # 0 of a kind that has none
         return not has_corner(kind) and not is_small
-    return way is Way.FAST and traits(kind, parameter).is_sum_of_partials
+    return way is Way.FAST and traits(kind).is_sum_of_partials
 
 
 class Traits(NamedTuple):
     """What the formula of a kind between logits says of its sums."""
 
     is_sum_of_partials: bool  # whether its terms, where p and q are far, are written as those of partial derivatives
-    least_fast_sum: float  # rows of less want the exact formula
+    least_fast_sum: float  # as of `least_fast_sum`, where nothing divides it
 
 
-@functools.lru_cache(maxsize=1024)
-def traits(kind: str, parameter: float) -> Traits:
+def least_fast_sum(problem: Problem) -> float:
+    """Rows of less want the exact formula."""
+    least, order = traits(problem.kind).least_fast_sum, problem.chernoff_exponent
+    if order is None:
+        return least
+    return least * max(1.0, 0.5 / min(abs(order), abs(1 - order)))  # 1 - Σ p^a q^(1-a) is divided by a and by 1 - a
+
+
+@functools.cache
+def traits(kind: str) -> Traits:
     element = formula(kind, "logits", "logits").element
     rewrite = rewriter(_rule(Way.FAST))
     term, *partials = (rewrite(element[name]) for name in ("term", *PARTIALS))
@@ -211,8 +219,4 @@ def traits(kind: str, parameter: float) -> Traits:
         least = 1e-3 if is_sum else 0.02
     else:
         least = 1e-6  # what normalisers are off by enters squared, 1e-14, and is taken off smaller sums
-    moments = moments_of(kind)
-    if moments is not None and moments.exponent is not None:  # 1 - Σ p^a q^(1-a) is divided by a and by 1 - a
-        order = parameter if isinstance(moments.exponent, Symbol) else moments.exponent
-        least *= max(1.0, 0.5 / min(abs(order), abs(1 - order)))
     return Traits(is_sum, least)
