@@ -14,9 +14,11 @@ On a CPU the allocator decides much of the time: run it as it is, and once more 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -200,6 +202,14 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
     return results
 
 
+def compile_at_once(wanted: list[tuple[str, int, str, str]]) -> None:
+    """Kernels of these kinds, vocabularies, dtypes and tasks, by all processors: one after the other takes minutes."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), spawn) as pool:
+        for compiled in [pool.submit(bench.compile_kernels, *each, "cuda") for each in wanted]:
+            compiled.result()
+
+
 def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
     """Each student and kind on rows of the file, then on made ones; the report so far, as it grows."""
     rows, dtype = cases.REAL_GPU if device == "cuda" else cases.REAL_CPU
@@ -210,6 +220,9 @@ def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
     listed = [(arguments.rows, name, rows, vocab, dtype, name in arguments.rivals) for name in students]
     if made:
         listed += [("made", name, *made, False) for name in cases.MADE_STUDENTS if name in students]
+    if device == "cuda" and arguments.backend is None:
+        shapes = {(vocab, dtype) for _, _, _, vocab, dtype, _ in listed}
+        compile_at_once([(kind, *shape, task) for kind in arguments.kinds for shape in shapes for task in bench.TASKS])
     report = {"rows": model_rows.read(model_rows.find(arguments.rows))[1], "results": []}
     repeats = 20 if device == "cuda" else 7
     for source, name, rows, vocab, dtype, rivals in listed:
