@@ -153,6 +153,14 @@ def test_the_table_is_whole_in_a_usual_terminal(terminal, capsys, peak_bytes):
     assert "liger, forward + gradient: ValueError: [no] [no]" in "\n".join(lines)
 
 
+@pytest.mark.parametrize("share", [0.99, 9.9])
+def test_a_ceiling_that_is_exceeded_is_explained(terminal, capsys, share):
+    result = measured(None)
+    result["results"][0]["of_ceiling"] = share
+    commands._show(result, took=3.0)
+    assert ("stay in a cache" in capsys.readouterr().out) == (share > 1)
+
+
 def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
     from matplotlib import pyplot as plt
 

@@ -318,6 +318,8 @@ def _show(result: dict[str, Any], took: float) -> None:
         f"Worst row against float64: {result['worst_row_error']:.0e}. Measured in {took:.0f} s.",
         highlight=False,
     )
+    if any(e.get("of_ceiling", 0) > 1.1 for e in entries):
+        console.print("More than the ceiling: tensors of this size stay in a cache. Take more rows.", highlight=False)
 
 
 def _row(e: dict[str, Any], ours: float) -> list[str]:
