@@ -140,6 +140,25 @@ def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tm
     assert log.read_text() == asked
 
 
+def test_a_compiler_without_headers_is_told_once(monkeypatch, tmp_path, fresh_kernels):
+    """Each kernel fails in a file of its own, and by the same words."""
+    script = tmp_path / "cc"
+    script.write_text(
+        '#!/bin/sh\nfor a in "$@"; do case "$a" in *.c) source=$a;; esac; done\n'
+        'grep -q probe "$source" && exec cc "$@"\necho "$source:3: fatal error: math.h" >&2\nexit 1\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", str(script))
+    with pytest.warns(RuntimeWarning, match=r"rows\.c:3: fatal error: math\.h"):
+        kullback.divergence(X, X, form="probs")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in ("renyi", "chi2"):
+            kullback.divergence(X, X, kind, form="probs")
+            assert kullback.backend_info().name == "torch"
+
+
 def test_a_kernel_that_cannot_be_built_is_told_once_and_no_other_suffers(monkeypatch, fresh_kernels):
     source = c.source
     attempts = []

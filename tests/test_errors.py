@@ -64,7 +64,7 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         (
             lambda: kullback.divergence(X, X, "renyi", alpha=1),
             ValueError,
-            [r"between 1e-30 and 1e\+18, and not so near", "got 1"],
+            [r"between 1e-30 and 1e\+06, and not so near", "got 1"],
         ),
         (
             lambda: kullback.divergence(X, X, "alpha", alpha=1 - 1e-9),

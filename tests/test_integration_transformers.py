@@ -379,14 +379,30 @@ def test_training_without_the_teacher_is_told():
 
 
 def test_a_forward_that_another_replaced_is_told():
-    """As trainers of TRL do when they are made inside."""
-    student, teacher = model("Llama", 0), model("Llama", 1)
+    """As trainers of TRL do when they are made inside; mixed precision wraps it, and calls ours."""
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    for calls_ours in (False, True):
+        distillation = distil(student, teacher)
+        ours = student.forward
+        student.forward = lambda ours=ours, **batch: ours(**batch)
+        if calls_ours:
+            student.train()(**given).loss.backward()
+            distillation.undo()
+        else:
+            with pytest.warns(RuntimeWarning, match="replaced by another's"):
+                distillation.undo()
+        assert "forward" not in vars(student)
     distillation = distil(student, teacher)
-    ours = student.forward
-    student.forward = lambda **batch: ours(**batch)
-    with pytest.warns(RuntimeWarning, match="replaced by another's"):
-        distillation.undo()
-    assert "forward" not in vars(student)
+    del student.forward
+    distillation.undo()
+
+
+def test_compiled_without_labels():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with distil(student, teacher):
+        compiled = torch.compile(student.train(), backend="eager", fullgraph=True)
+        assert compiled(input_ids=given["input_ids"], use_cache=False).logits is not None
+        torch.testing.assert_close(compiled(**given).loss, student(**given).loss)
 
 
 def test_a_routers_loss_is_refused():

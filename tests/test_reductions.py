@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import kullback
+from kullback import library
+from kullback.problem import Problem, Side
+from kullback.work import Operands
 
 WEIGHTS = {"none": None, "plain": (1.0, 0.0, 0.4, 2.0), "with a gradient": (1.0, 0.0, 0.4, 2.0), "all 0": (0.0,) * 4}
 NORMALIZERS = {"none": None, "number": 2.5, "tensor": 2.5, "with a gradient": 2.5, "0": 0.0, "0 with a gradient": 0.0}
@@ -47,3 +50,12 @@ def test_as_written_out(reduction, weight, normalizer, backend, device, generato
     for a, b, leaf in zip(*both, leaves, strict=True):
         a, b = (torch.zeros_like(leaf) if g is None else g.cpu() for g in (a, b))
         torch.testing.assert_close(a, b)
+
+
+def test_a_sum_that_its_dtype_lacks_is_infinite():
+    """Of float64 rows, as those of a top-k teacher over ranks are, with a float32 loss."""
+    x, y = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[30.0, 0.0, 0.0]], dtype=torch.float64)
+    problem = Problem("alpha", Side("logits"), Side("logits"), 200.0)
+    with kullback.backend("c"):
+        assert library.sum_losses(problem, Operands(x, y), 1.0, torch.float64)[0] > 1e39
+        assert library.sum_losses(problem, Operands(x, y), 1.0, torch.float32)[0] == torch.inf

@@ -611,3 +611,24 @@ def test_orders_near_0_and_1(kind, order, vocab, backend, device, generator):
     assert error.max() < 5e-6
     for found, true in zip(gradient[:-1].double(), gradient_wanted[:-1], strict=True):
         assert (found - true).norm() / true.norm() < 5e-6
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize(("kind", "order"), [("renyi", 10.0), ("renyi", 300.0), ("alpha", 60.0), ("alpha", -20.0)])
+def test_large_orders_of_rows_that_differ_in_one_token(kind, order, backend, device):
+    """Its log-ratio is small, and is not when the order multiplies it."""
+    y = torch.zeros(2, 64)
+    y[:, 5] = -5
+    x = y.clone()
+    x[:, 5] += torch.tensor([0.45, -0.3]) * (1 if order > 0 else -0.5)
+    leaf = x.double().requires_grad_()
+    whole = tilted_log_sum_exp(leaf, y.double(), order)
+    expected = whole / (order - 1) if kind == "renyi" else torch.expm1(whole) / (order * (order - 1))
+    (gradient_expected,) = torch.autograd.grad(expected.sum(), leaf)
+    student = x.to(device).requires_grad_()
+    losses = kullback.divergence(student, y.to(device), kind, alpha=order, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), student)
+    error = ((losses.cpu().double() - expected) / expected).abs()
+    assert error[0] < 2e-5
+    assert error[1] < 1e-4  # exponents up to 18 are rounded
+    assert (gradient.cpu() - gradient_expected).norm() < 1e-4 * gradient_expected.norm()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kullback import backends, parallel
 from kullback.backends.pytorch import entropy, label_logits
-from kullback.backends.pytorch.piece import capped
+from kullback.backends.pytorch.piece import capped, inverse_temperature
 from kullback.labels import in_slice
 from kullback.problem import Problem, accumulator
 from kullback.tracing import in_functorch, is_traced
@@ -140,7 +140,7 @@ def _of_kernel(problem: Problem, x: Tensor) -> Tensor:
 def _in_operators(problem: Problem, x: Tensor) -> Tensor:
     """The same of pieces that ranks have, and for what follows operators."""
     side, group = problem.input, problem.shard.group
-    values = capped(x.to(accumulator(x)), side.softcap) / side.temperature
+    values = capped(x.to(accumulator(x)), side.softcap) * inverse_temperature(side, x.dtype == torch.float64)
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
         lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)

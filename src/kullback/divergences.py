@@ -277,7 +277,7 @@ def chi2(x: Pair) -> Element:
     )
 
 
-LEAST_ORDER, MOST_ORDER = 1e-30, 1e18  # float32 has their products with log-ratios, and their squares
+LEAST_ORDER, MOST_ORDER = 1e-30, 1e6  # of products with log-ratios float32 keeps too little beyond
 ORDERS = f"between {LEAST_ORDER:g} and {MOST_ORDER:g}{{}}, and not so near to 1 that float32 takes it for that"
 
 
@@ -336,9 +336,11 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     p_less = select_near(over_p, 0.5, -(x.p * small_expm1(over_p)), x.p - w)
     q_less = select_near(over_q, 0.5, -(x.q * small_expm1(over_q)), x.q - w)
     d_log_p, d_log_q = (1.0 / other) * p_less, (1.0 / alpha) * q_less
-    # (e^-r - 1 + r)/a - (e^-(1-a)r - 1 + (1-a)r)/(a(1-a)), where nothing cancels for an a that is nearly 0 or 1
-    of_p, of_q, linear = exp_remainder(alpha * x.ratio), exp_remainder(other * x.ratio), other * x.ratio
-    near = x.p * (x.ratio * (linear - of_q) + (1.0 + of_q - linear) * ((1.0 / alpha) * of_p) - (1.0 / other) * of_q)
+    # Exchanging p and q, and a and 1-a, changes nothing: with the smaller order as a divisor near 0 this would cancel.
+    is_of_q = alpha * alpha < 0.25
+    mass, ratio = where(is_of_q, x.q, x.p), where(is_of_q, -x.ratio, x.ratio)
+    own, opposite = where(is_of_q, other, alpha), where(is_of_q, alpha, other)
+    near = mass * ((1.0 / own) * exp_remainder(ratio) - 1.0 / (alpha * other) * exp_remainder(opposite * ratio))
     return Element(
         select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,

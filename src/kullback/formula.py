@@ -363,6 +363,13 @@ def _small_bennett(z: Tensor) -> Tensor:
     return (2.0 * s * s + (1.0 + s) * tail) / (1.0 - s)
 
 
+def _where(condition: Tensor | bool, x: Value, y: Value) -> Value:
+    """A parameter's comparison is a number's."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, x, y)
+    return x if condition else y
+
+
 TENSOR: Mapping[str, Callable[..., Any]] = {
     # Python's operators: torch's would make float32 tensors of two numbers.
     "add": operator.add,
@@ -373,7 +380,7 @@ TENSOR: Mapping[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "abs": _abs,
     "half_sign": _half_sign,
-    "where": torch.where,
+    "where": _where,
     "exp": torch.exp,
     "expm1": torch.expm1,
     "small_expm1": torch.expm1,

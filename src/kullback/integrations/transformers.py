@@ -34,20 +34,21 @@ class Distillation:
     def __init__(self, model: nn.Module, forward: Any) -> None:
         self._model: nn.Module | None = model
         self._forward = model.forward = forward
+        self.was_used = False  # whether the student's loss has been the divergence
 
     def undo(self) -> None:
         """Give the student its own forward back."""
         if self._model is None:
             return
-        if self._model.forward is not self._forward:
+        is_replaced = vars(self._model).pop("forward", self._forward) is not self._forward
+        self._model = None
+        if is_replaced and not self.was_used:
             warnings.warn(
                 "the student's forward was replaced by another's while it was distilled, as trainers of TRL do when "
                 "they are made: where that one found the loss, the teacher was not used",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        del self._model.forward
-        self._model = None
 
     def __enter__(self) -> Distillation:
         return self
@@ -130,7 +131,7 @@ def distil(
         labels: Tensor | None = batch.get("labels")
         shifted: Tensor | None = batch.get("shift_labels")
         if not self.training or (labels is None and shifted is None):
-            if self.training and torch.is_grad_enabled():
+            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 warnings.warn(NO_LABELS, RuntimeWarning, stacklevel=2)
             return own_forward(input_ids=input_ids, **batch)
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS}
@@ -141,6 +142,7 @@ def distil(
         if shifted is None and labels is not None:
             hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
         assert shifted is not None
+        distillation.was_used = True
         loss = divergence(hidden, head_of(self), target, head_of(reference), shifted, batch.get("num_items_in_batch"))
         from transformers.modeling_outputs import CausalLMOutput
 
@@ -174,7 +176,8 @@ def distil(
             loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
         return loss
 
-    return Distillation(model, types.MethodType(forward, model))
+    distillation = Distillation(model, types.MethodType(forward, model))
+    return distillation
 
 
 # What a cross-entropy of its own shares with the divergence.

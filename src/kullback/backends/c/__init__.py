@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -234,7 +235,10 @@ def _rows(work: Rows) -> None:
         )
     )
     if work.total is not None:
-        work.total.fill_(total.value)
+        try:
+            work.total.fill_(total.value)
+        except RuntimeError:  # its dtype has no such number
+            work.total.fill_(math.copysign(math.inf, total.value))
     if work.loss is not None and loss is not None and loss is not work.loss:
         work.loss.copy_(loss)
 

@@ -115,7 +115,8 @@ def _compile(command: tuple[str, ...], source: str, seconds: float = COMPILE_SEC
             finally:
                 if process.poll() is None:  # too slow, or interrupted
                     _kill(process)
-        said = errors.read_text(encoding="utf-8", errors="replace")[-2000:]
+        # Without the folder, so that all kernels fail alike where the compiler is to blame.
+        said = errors.read_text(encoding="utf-8", errors="replace").replace(f"{directory}{os.sep}", "")[-2000:]
         if status or not binary.exists():
             raise BuildError(f"{' '.join(command)} failed: {said or f'status {status}, and no output'}")
         return binary.read_bytes()
@@ -178,7 +179,7 @@ def function(source: str, name: str, arguments: type[ctypes.Structure]) -> Calla
             loaded = ctypes.CDLL(str(make()))
         found = getattr(loaded, name)
     except (OSError, AttributeError) as error:  # in a folder that may not execute, or still broken
-        raise BuildError(f"a compiled kernel could not be loaded: {error}") from error
+        raise BuildError(f"a compiled kernel could not be loaded: {str(error).replace(str(path), 'it')}") from error
     found.argtypes = [ctypes.POINTER(arguments)]  # a structure is passed by reference
     found.restype = None
     return found  # type: ignore[no-any-return]
