@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kullback
 from kullback import linear
+from kullback.problem import Problem, Side
 from kullback.work import Rows
 from tests import kinds, oracle
 from tests.kinds import KINDS
@@ -554,7 +555,8 @@ def test_a_loss_scaler_keeps_float16_gradients(backend, device, generator):
 def test_opcheck(generator):
     tensors = [t.detach() for t in operands(generator, torch.float32)]
     models = [*tensors, None, torch.rand(ROWS), torch.arange(ROWS)]
-    task = "kl logits logits 0 float32 4 1 0 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.3, 0.01, 0.0, 0.0), None
+    problem = Problem("kl", Side("logits"), Side("logits"))
+    task = f"{problem.key} float32 4 1 0 110101", (1.0, 1.0, 0.0, 0.0, 0.0, 0.5, 0.3, 0.01, 0.0, 0.0), None
     ops = torch.ops.kullback
     torch.library.opcheck(ops.linear_total, (*models, *task, 0.5))
     torch.library.opcheck(ops.linear_per_row, (*models, *task))

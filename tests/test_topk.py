@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kullback
+from kullback.problem import Problem, Side
 from kullback.work import Rows
 from tests import kinds, oracle
 from tests.kinds import FACTS, KINDS
@@ -419,7 +420,7 @@ def test_transforms(generator):
 def test_opcheck(generator):
     x = sample("logits", (4, 50), generator)
     _, ids = teacher((4, 50), 5, generator, torch.float32)
-    problem = ("kl logits logits 0 0", (1.0, 1.0, 0.0, 0.0, 0.0), None)
+    problem = (Problem("kl", Side("logits"), Side("logits")).key, (1.0, 1.0, 0.0, 0.0, 0.0), None)
     gathered = torch.ops.kullback.gather(x, ids, *problem, True)
     torch.library.opcheck(torch.ops.kullback.gather, (x, ids, *problem, True))
     torch.library.opcheck(torch.ops.kullback.scatter, (x, ids, gathered, torch.ones_like(gathered), *problem))
