@@ -66,6 +66,19 @@ def backend(request):
 
 
 @pytest.fixture
+def fake_compiler(tmp_path):
+    """Makes a shell script of these lines, and gives its path."""
+
+    def make(lines):
+        path = tmp_path / "cc"
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
 def device(backend):
     return "cuda" if backend == "cuda" else "cpu"
 

@@ -122,12 +122,10 @@ def test_without_a_compiler_torch_runs_and_says_why(monkeypatch, fresh_kernels):
     assert "no C compiler found" in info.refused["c"]
 
 
-def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tmp_path, fresh_kernels):
+def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tmp_path, fake_compiler, fresh_kernels):
     log = tmp_path / "log"
-    script = tmp_path / "cc"
-    script.write_text(f"#!/bin/sh\necho asked >> {log}\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
+    script = fake_compiler(f"echo asked >> {log}\nexit 1")
+    monkeypatch.setenv("CC", script)
     with pytest.warns(RuntimeWarning, match=r"(?s)backend 'c' could not build a kernel; a slower one runs.*cc.*failed"):
         assert kullback.divergence(X, X, form="probs").item() == 0
     asked = log.read_text()
@@ -136,20 +134,18 @@ def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tm
         for kind in ("kl", "renyi"):
             kullback.divergence(X, X, kind, form="probs")
             assert kullback.backend_info().name == "torch"
-            assert str(script) in kullback.backend_info().refused["c"]
+            assert script in kullback.backend_info().refused["c"]
     assert log.read_text() == asked
 
 
-def test_a_compiler_without_headers_is_told_once(monkeypatch, tmp_path, fresh_kernels):
+def test_a_compiler_without_headers_is_told_once(monkeypatch, tmp_path, fake_compiler, fresh_kernels):
     """Each kernel fails in a file of its own, and by the same words."""
-    script = tmp_path / "cc"
-    script.write_text(
-        '#!/bin/sh\nfor a in "$@"; do case "$a" in *.c) source=$a;; esac; done\n'
-        'grep -q probe "$source" && exec cc "$@"\necho "$source:3: fatal error: math.h" >&2\nexit 1\n'
+    script = fake_compiler(
+        'for a in "$@"; do case "$a" in *.c) source=$a;; esac; done\n'
+        'grep -q probe "$source" && exec cc "$@"\necho "$source:3: fatal error: math.h" >&2\nexit 1'
     )
-    script.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("CC", script)
     with pytest.warns(RuntimeWarning, match=r"rows\.c:3: fatal error: math\.h"):
         kullback.divergence(X, X, form="probs")
     with warnings.catch_warnings():
@@ -201,13 +197,11 @@ def test_a_cuda_kernel_that_cannot_be_built_leaves_the_others(monkeypatch, fresh
 
 
 @pytest.mark.parametrize("damage", ["garbage", "blank"])
-def test_a_compiler_that_cannot_be_used_leaves_torch(damage, monkeypatch, tmp_path, fresh_kernels):
+def test_a_compiler_that_cannot_be_used_leaves_torch(damage, monkeypatch, tmp_path, fake_compiler, fresh_kernels):
     """One that writes what cannot be loaded; and a blank $CC, which is none."""
-    script = tmp_path / "cc"
-    script.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo garbage > "$2"; shift; done\n')
-    script.chmod(0o755)
+    script = fake_compiler('while [ $# -gt 0 ]; do [ "$1" = -o ] && echo garbage > "$2"; shift; done')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CC", str(script) if damage == "garbage" else " ")
+    monkeypatch.setenv("CC", script if damage == "garbage" else " ")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         assert kullback.divergence(X, X, form="probs").item() == 0

@@ -191,21 +191,17 @@ def test_a_use_is_noted(cache):
     assert path.stat().st_mtime > time.time() - kernels.A_DAY
 
 
-def test_a_compiler_that_hangs_is_stopped(tmp_path):
-    script = tmp_path / "cc"
-    script.write_text("#!/bin/sh\nsleep 600 | cat\n")
-    script.chmod(0o755)
+def test_a_compiler_that_hangs_is_stopped(fake_compiler):
+    script = fake_compiler("sleep 600 | cat")
     begin = time.monotonic()
     with pytest.raises(compile.CompilerTimeoutError, match="did not finish"):
-        compile._compile((str(script),), "", 0.3)
+        compile._compile((script,), "", 0.3)
     assert time.monotonic() - begin < 30
 
 
-def test_an_interrupt_stops_the_compiler(tmp_path, monkeypatch):
+def test_an_interrupt_stops_the_compiler(tmp_path, fake_compiler, monkeypatch):
     mark = tmp_path / "mark"
-    script = tmp_path / "cc"
-    script.write_text(f"#!/bin/sh\nsleep 3\ntouch {mark}\n")
-    script.chmod(0o755)
+    script = fake_compiler(f"sleep 1\ntouch {mark}")
 
     def interrupted(process, seconds=None):
         monkeypatch.undo()
@@ -213,18 +209,15 @@ def test_an_interrupt_stops_the_compiler(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compile._compile((str(script),), "")
-    time.sleep(4)
+        compile._compile((script,), "")
+    time.sleep(2)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("script", ["exit 0", "printf '\\344' >&2; exit 1"], ids=["writes nothing", "not UTF-8"])
-def test_a_compiler_that_is_none(script, tmp_path):
-    path = tmp_path / "cc"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
+def test_a_compiler_that_is_none(script, fake_compiler):
     with pytest.raises(BuildError, match="failed"):
-        compile._compile((str(path),), "")
+        compile._compile((fake_compiler(script),), "")
 
 
 def test_an_entry_that_cannot_be_loaded_is_made_anew():

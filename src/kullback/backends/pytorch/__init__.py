@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
-from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature
+from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature, parts_of_lse
 from kullback.problem import Problem, Side, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work
@@ -235,8 +235,7 @@ def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
     """What these tokens of rows of logits have of it."""
     side, dtype = problem.input, compute_dtype(x, x)
     scale = inverse_temperature(side, dtype == torch.float64)
-    reference = (lse / scale).to(dtype)  # near which logits lose nothing when they are scaled
-    rest = (lse - reference.to(lse.dtype) * scale).to(dtype)  # seen beside the logarithm of a mass next to 1
+    reference, rest = parts_of_lse(lse, scale, dtype)
     logs = (capped(x.to(dtype), side.softcap) - reference.unsqueeze(-1)).mul_(scale).sub_(rest.unsqueeze(-1))
     masses = logs.exp()
     found = -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)

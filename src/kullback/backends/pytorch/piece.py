@@ -61,13 +61,11 @@ class Elements(dict[str, Value]):
         if field == "grad_sum":
             assert isinstance(known, RowState)
             return self.column(known.d_log_q if side == "input" else known.d_log_p)
-        # Logits are taken against the number next to their log-sum-exp that they can be.
-        lse, scale = known.input_lse if side == "input" else known.target_lse, self.scales[side]
-        reference = (lse / scale).to(self.dtype)
-        if field == "max":
-            return reference.unsqueeze(-1)
-        assert field == "log_sum_exp"
-        return self.column(torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale))
+        assert field in ("max", "log_sum_exp")
+        lse = known.input_lse if side == "input" else known.target_lse
+        parts = (part.unsqueeze(-1) for part in parts_of_lse(lse, self.scales[side], self.dtype))
+        self[f"{side}_max"], self[f"{side}_log_sum_exp"] = parts
+        return self[name]
 
     def _log_mass(self, element: str, side: str) -> Tensor:
         found: Tensor = self[element] - self[f"{side}_max"]
@@ -337,6 +335,12 @@ class Piece:
         sums = (found.get(name, nothing) for name in ("term", "d_log_p", "d_log_q"))
         # Both sides' masses sum to 1. What the log-ratios have in common, an error of 1e-7, enters sums squared.
         return RowSums._make([*sums, nothing, self._numbers(Mode.FAST if way is Way.FAST else Mode.SAFE)])
+
+
+def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The number next to it that logits can be, which they are taken against, and what is left when that is scaled."""
+    reference = (lse / scale).to(dtype)
+    return reference, torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale).to(dtype)
 
 
 def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
