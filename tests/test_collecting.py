@@ -131,7 +131,8 @@ def test_from_hidden_states(backend, device, generator, target):
                 reduction=reduction,
                 **given,
             )
-        hold(collected, hidden.double() @ head.double().T, labels, counts=weight != 0)
+        is_read = weight != 0 if target != "none" else (weight != 0) & (labels != -100)
+        hold(collected, hidden.double() @ head.double().T, labels, counts=is_read)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -145,6 +146,25 @@ def test_labels_alone_are_what_they_are_without(reduction):
     assert torch.equal(found, expected)
     hold(collected, x, labels, counts=torch.tensor([True, False, True, True]))
     assert collected[0].lse[1].isnan()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("form", ["probs", "log_probs", "hidden states"])
+def test_a_row_without_a_label_leaks_nothing(backend, device, form, reduction):
+    x, head, labels = torch.randn(3, 9), torch.randn(9, 9), torch.tensor([0, -100, 2])
+    x = x.log_softmax(-1) if form == "log_probs" else x.softmax(-1) if form == "probs" else x
+    x[1] = torch.nan
+    leaves = [t.to(device).requires_grad_() for t in (x, head)]
+    given = {"labels": labels.to(device), "reduction": reduction}
+    with kullback.collecting_statistics():
+        if form == "hidden states":
+            loss = kullback.linear_divergence(*leaves, None, **given)
+        else:
+            loss = kullback.divergence(leaves[0], None, form=form, **given)
+    loss.sum().backward()
+    assert not loss.isnan().any()
+    assert not any(leaf.grad is not None and leaf.grad.isnan().any() for leaf in leaves)
+    assert not leaves[0].grad[1].any()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

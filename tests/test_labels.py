@@ -515,6 +515,34 @@ def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dty
     assert relative_error(torch.autograd.grad(linear, head)[0][:, :5].T.cpu(), expected) < gradient(dtype)
 
 
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
+@pytest.mark.parametrize("weights", [WEIGHTS, {"z_weight": 0.1}, {"divergence_weight": 0.5}])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_teacher_that_learns_beside_labels(backend, device, generator, tail, weights, reduction):
+    """From hidden states its entries have the gradient that their divergence alone gives them, as often as it counts."""
+    hidden, head = (torch.randn(n, 6, generator=generator) for n in (5, 40))
+    log_p, ids = torch.randn(5, 40, generator=generator).log_softmax(-1).topk(4)
+    upstream = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]) if reduction == "none" else torch.ones(5)
+    entries = log_p.double().requires_grad_()
+    alone = kullback.topk_divergence(hidden.double() @ head.double().T, entries, ids, tail=tail, reduction="none")
+    (expected,) = torch.autograd.grad(alone, entries, upstream.double() * weights.get("divergence_weight", 1.0))
+    ours = log_p.to(device, copy=True).requires_grad_()
+    labels = torch.stack([ids[0, 0], torch.tensor(39), torch.tensor(-100), ids[3, 3], torch.tensor(3)])
+    has_labels = "label_weight" in weights
+    loss = kullback.linear_divergence(
+        *(t.to(device).requires_grad_() for t in (hidden, head)),
+        ours,
+        target_indices=ids.to(device),
+        tail=tail,
+        labels=labels.to(device) if has_labels else None,
+        reduction=reduction,
+        chunk_rows=2,
+        **weights,
+    )
+    (mine,) = torch.autograd.grad(loss, ours, upstream.to(device) if reduction == "none" else None)
+    assert (mine.cpu() - expected).norm() < 3e-6 * max(expected.norm(), 1)
+
+
 @pytest.mark.parametrize(("vocab", "k"), [(300, 5), (6, 5)])
 def test_a_label_leaves_a_teachers_tail_as_it_is(backend, device, generator, vocab, k):
     """Of any kind: among the ids, in the tail, a part of it that has no mass, and all of it. Traced or not."""

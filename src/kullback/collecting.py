@@ -43,8 +43,8 @@ def collecting_statistics() -> Iterator[list[LossStatistics]]:
     or task, alone; a checkpointed forward that runs again inside is another call.
 
     Losses of probabilities are not collected. Under `torch.compile` and transforms of `torch.func` neither are
-    `topk_divergence` and `divergence` of labels alone (`target=None`). Under `torch.compile` `linear_divergence` of
-    labels alone has 0 in rows whose label is -100: these are not read.
+    `topk_divergence` and `divergence` of labels alone (`target=None`). `linear_divergence` of labels alone has 0 in
+    rows whose label is -100: these are not read.
 
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])

@@ -303,7 +303,7 @@ def _without_target(
         with collecting.apart(problem, operands):
             return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
     is_read_once = is_whole and _is_read_once(input)
-    if not is_read_once and not collecting.is_collecting():
+    if not is_read_once and not (form == "logits" and collecting.is_collecting()):
         of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
         options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)
     if is_read_once or (is_whole and label_smoothing):
@@ -664,7 +664,7 @@ def linear_divergence(
         checks.check_name("tail", tail, checks.TAILS)
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
-        if sequence_dim is None and not collecting.is_collecting():
+        if sequence_dim is None:
             row_weight, normalizer = _of_labelled_rows(labels, input, row_weight, reduction, normalizer)
         own_weights, (target, target_indices) = _one_hot(labels, input, label_weight, label_smoothing)
         target_weight = target_bias = target_logit_scale = target_softcap = None

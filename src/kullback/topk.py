@@ -153,9 +153,14 @@ def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, 
     outcomes = rows.operands.input
     losses = outcomes.new_empty(x.size(0)) if work.loss is not None or work.total is not None else None
     d_outcomes = None if work.d_input is None else torch.empty_like(outcomes, memory_format=torch.contiguous_format)
-    small = work._replace(problem=rows.problem, operands=rows.operands, loss=losses, total=None, d_input=d_outcomes)
-    # Without a tail the rows' states are those of the divergence, below.
+    d_shared = torch.empty_like(rows.operands.target) if has_tail and work.d_target is not None else None
+    small = work._replace(problem=rows.problem, operands=rows.operands, loss=losses, total=None)
+    small = small._replace(d_input=d_outcomes, d_target=d_shared)
+    # Without a tail the rows' states are those of the divergence, below, and so is the target's gradient.
     backends.run(small if has_tail else small._replace(known=None, found=None))
+    if d_shared is not None and work.d_target is not None:
+        work.d_target[:, :k] = d_shared[:, :k]
+        torch.sum(d_shared[:, k:], -1, keepdim=True, out=work.d_target[:, k:])
     if not has_tail:
         outcomes = without_unread_rows(outcomes, work.row_weight)
         ours = torch.empty_like(losses) if losses is not None else None
