@@ -461,7 +461,7 @@ def test_opcheck(generator):
         ({"kind": "lk"}, ValueError, "kind must be one of"),
         ({"temperature": 0.0}, ValueError, "temperature must be positive"),
         ({"temperature": 2.0, "form": "probs"}, ValueError, "temperature divides logits, and form 'probs' holds none"),
-        ({"weight": 0.5}, ValueError, "kind 'kl' has no parameter 'weight'"),
+        ({"weight": 0.5}, ValueError, "no argument 'weight': row_weight has"),
         ({"valid_vocab": 11}, ValueError, "valid_vocab must be from 1 to 10"),
         ({"input": torch.zeros(())}, ValueError, "for an input"),
         ({"row_weight": torch.ones(2)}, ValueError, "row_weight must have the rows' shape"),

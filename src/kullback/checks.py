@@ -135,8 +135,10 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
             names = () if known is None else (known.name,)
             if name in words.ARGUMENTS:
                 raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}")
+            if name in ARGUMENTS:
+                raise ValueError(f"there is no argument {name!r} of this function, only of others")
             raise ValueError(
-                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), (*names, *DENSE_OPTIONS))}; "
+                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), (*names, *ARGUMENTS))}; "
                 f"it has: {', '.join(names) or 'none'}{_whose(str(name))}"
             )
         given = number(str(name), value)
@@ -661,6 +663,10 @@ LINEAR_OPTIONS = (
     *("target_form", "tail", *PROBLEM_OPTIONS, *WEIGHT_OPTIONS, "valid_vocab", "reduction"),
     *("chunk_rows", "logits_dtype"),
     *("group", "first_token", "total_vocab", "sequence_dim"),
+)
+# Of any function
+ARGUMENTS = dict.fromkeys((*DENSE_OPTIONS, *LINEAR_OPTIONS)) | dict.fromkeys(
+    ("target_values", "target_indices", "target_weight", "bias", "target_bias", "row_weight", "labels", "normalizer")
 )
 
 

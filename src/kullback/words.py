@@ -9,6 +9,10 @@ MASK = "row_weight is a row's mask"
 ARGUMENTS = {
     **dict.fromkeys(("mask", "attention_mask", "completion_mask", "loss_mask", "padding_mask"), MASK),
     "ignore_index": "a label of -100 is none, and row_weight=labels != -100 leaves its row out",
+    **dict.fromkeys(
+        ("weight", "weights", "sample_weight", "sample_weights", "token_weight", "token_weights"),
+        "row_weight has a weight for each row",
+    ),
     **dict.fromkeys(("T", "tau", "temp"), "temperature divides logits"),
     **dict.fromkeys(("log_target", "log_input"), 'forms say it: form="log_probs", target_form="log_probs"'),
     "dim": "distributions lie on the last dimension",
