@@ -519,7 +519,7 @@ def test_of_a_teacher_known_at_some_tokens(backend, device, generator, tail, dty
 @pytest.mark.parametrize("weights", [WEIGHTS, {"z_weight": 0.1}, {"divergence_weight": 0.5}])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_teacher_that_learns_beside_labels(backend, device, generator, tail, weights, reduction):
-    """From hidden states its entries have the gradient that their divergence alone gives them, as often as it counts."""
+    """From hidden states its entries have the gradient that their divergence gives them, as often as it counts."""
     hidden, head = (torch.randn(n, 6, generator=generator) for n in (5, 40))
     log_p, ids = torch.randn(5, 40, generator=generator).log_softmax(-1).topk(4)
     upstream = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0]) if reduction == "none" else torch.ones(5)
@@ -773,6 +773,18 @@ def test_masses_without_a_target_and_rows_that_do_not_count(form, backend, devic
         gradient = torch.autograd.grad(loss, ours)[0]
         assert gradient.isfinite().all()
         assert gradient[2].count_nonzero() == 0
+
+
+@SMOOTHED
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+def test_labels_of_masses_beside_a_float64_target(backend, device, generator, form, smoothing):
+    """All is float64 where anything is."""
+    log_q, log_p = torch.randn(2, 4, 30, generator=generator).log_softmax(-1)
+    x, y = (log_q.exp(), log_p.double().exp()) if form == "probs" else (log_q, log_p.double())
+    given = {"form": form, "labels": torch.tensor([0, 3, -100, 29], device=device), "label_smoothing": smoothing}
+    loss = kullback.divergence(x.to(device), y.to(device), **given)
+    expected = kullback.divergence(x.double().to(device), y.to(device), **given)
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
 
 
 def test_labels_beside_a_float64_target(backend, device, generator):

@@ -270,7 +270,7 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            ours = ours + weighted_of_masses(weights, input, form, labels, tokens, reduced.row_weight)
+            ours = ours + weighted_of_masses(weights, input, form, labels, tokens, reduced.row_weight, dtype)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:

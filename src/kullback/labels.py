@@ -70,17 +70,23 @@ def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
 
 
 def weighted_of_masses(
-    weights: Weights, input: Tensor, form: str, labels: Tensor, tokens: int, row_weight: Tensor | None
+    weights: Weights,
+    input: Tensor,
+    form: str,
+    labels: Tensor,
+    tokens: int,
+    row_weight: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Of rows of probabilities or their logarithms, taken as they are: what labels add to losses, differentiable.
 
-    A row of weight 0 is not read: 0 times its derivative may be NaN.
+    dtype: of the losses. A row of weight 0 is not read: 0 times its derivative may be NaN.
     """
     has_label = counts(labels, labels)
     if row_weight is not None:
         has_label = has_label & (row_weight != 0)
     own = input.gather(-1, torch.where(has_label, labels, 0).unsqueeze(-1)).squeeze(-1)
-    own = torch.where(has_label, own.to(kept_dtype(own.dtype)), 1.0)
+    own = torch.where(has_label, own.to(kept_dtype(dtype)), 1.0)
     log_q = own.log() if form == "probs" else own
     if weights.smoothing:
         values = torch.where(has_label.unsqueeze(-1), input[..., :tokens].to(own.dtype), 1.0)

@@ -13,6 +13,7 @@ ARGUMENTS = {
         ("weight", "weights", "sample_weight", "sample_weights", "token_weight", "token_weights"),
         "row_weight has a weight for each row",
     ),
+    **dict.fromkeys(("target_ids", "ids", "indices", "topk_indices"), "target_indices are a top-k teacher's"),
     **dict.fromkeys(("T", "tau", "temp"), "temperature divides logits"),
     **dict.fromkeys(("log_target", "log_input"), 'forms say it: form="log_probs", target_form="log_probs"'),
     "dim": "distributions lie on the last dimension",

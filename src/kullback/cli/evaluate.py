@@ -159,7 +159,8 @@ def compare(
     - `kullback compare reference q8 q4 --html report.html`
     - `kullback compare base.kld candidate.kld --compat llama.cpp`
 
-    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read or do not belong together.
+    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read, do not belong together, or have
+    not what is asked of them.
     """
     if compat:
         one_of("--compat", compat, (comparison_module.LLAMA_CPP,))
