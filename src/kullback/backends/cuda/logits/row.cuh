@@ -233,10 +233,10 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 /* A row's sum is what is left of a moment and the difference of log-sum-exps. Of these 1.5e-7 is rounded, of the difference against the
    maxima that were estimated, log2: less than so much of it counts as near. Where a token has most mass, 3e-7 is rounded of any
    row, and in float32 up to 1e-6. A larger least sum would cost 16 bits much time, and a mean nothing: roundings of rows even out
-   there. Where rows' losses are written it is what makes each right to 2e-6. */
+   there. Where rows' losses are written it halves the errors of the worst. */
 #define LEAST_OF_SHIFT (THREADS_PER_ROW > 32 && HAS_LOG_RATIOS ? 0.1f : 0)
 #define LEAST_OF_MOMENTS (LEAST_OF_SHIFT == 0 || HAS_CHERNOFF ? MIN_FAST_SUM : IS_16_BIT ? 0.05f : 0.2f)
-#define LEAST_OF_WRITTEN_MOMENTS (LEAST_OF_SHIFT == 0 || HAS_CHERNOFF ? MIN_FAST_SUM : 0.4f)
+#define LEAST_OF_WRITTEN_MOMENTS (LEAST_OF_MOMENTS == 0.05f ? 0.4f : LEAST_OF_MOMENTS)
 /* Rows of a sure token (sure.cuh): the least sum that moments show; the least of which the fast formula's gradients are so little off
    that they can be corrected; and the largest of which they want that */
 #define LEAST_CLOSE_SUM (HAS_CHERNOFF ? 2e-6f : 4e-7f)
