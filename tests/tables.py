@@ -245,15 +245,27 @@ def rivals_on_random_rows():
     return "\n".join(lines)
 
 
+def title_of(case):
+    shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
+    return f"{case['kind']}, {case['student']}: {shape}"
+
+
+def linear_of_ours(machine):
+    """Milliseconds, and how many times the four products'."""
+    lines = ["| | float32 logits | 16-bit logits |", "|---|---|---|"]
+    for result in load(f"{machine}/linear")["linear"]:
+        ours = [entry for entry in result["results"] if entry["name"].startswith("kullback")]
+        cells = " | ".join(f"{entry['seconds'] * 1e3:.2f} ({entry['of_floor']:.2f})" for entry in ours)
+        lines.append(f"| {title_of(result['case'])} | {cells} |")
+    return "\n".join(lines)
+
+
 def linear(machine):
     """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
     report = load(f"{machine}/linear")
     lines = ["| | ms | of the products | GB | loss | hidden | head |", "|---|" + "---|" * 6]
     for result in report["linear"]:
-        case = result["case"]
-        shape = ", ".join(str(case[name]) for name in ("rows", "hidden", "teacher_hidden", "vocab"))
-        title = f"{case['kind']}, {case['student']}: {shape}"
-        lines.append(f"| **{title}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
+        lines.append(f"| **{title_of(result['case'])}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
         for entry in result["results"]:
             errors = (entry[f"{name}_error"] for name in ("loss", "hidden_gradient", "head_gradient"))
             times = f"{entry['seconds'] * 1e3:.1f} | {entry['of_floor']:.2f}"
@@ -531,22 +543,32 @@ def between(begin, end, table):
     return lambda text: pattern.subn(lambda match: match[1] + table() + match[2], text)
 
 
-def worst_rows(*names):
-    """The largest relative error of a single row's loss, over students; of identical rows it is the textbook's own."""
+def worst_rows(*files):
+    """The largest relative error of a single row's loss, over students; of identical rows it is the textbook's own.
+
+    A kind that a later file has is as it is there.
+    """
     worst = {}
-    for name in names:
-        for result in load(f"h200/{name}")["results"]:
+    for results in files:
+        errors = {}
+        for result in results:
             case = result["case"]
             if case["student"] == "identical":
                 continue
-            of = worst.setdefault(case["kind"], {"real": 0.0, "made": 0.0})
+            of = errors.setdefault(case["kind"], {"real": 0.0, "made": 0.0})
             of[case["source"]] = max(of[case["source"]], result["worst_row_error"])
+        worst |= errors
     sources = [source for source in ("real", "made") if any(of[source] for of in worst.values())]
     lines = ["| kind | " + " | ".join(f"{source} rows" for source in sources) + " |", "|---|" + "---|" * len(sources)]
     lines += [
         f"| {kind} | " + " | ".join(f"{of[source]:.0e}" for source in sources) + " |" for kind, of in worst.items()
     ]
     return "\n".join(lines)
+
+
+def bfloat16_rows():
+    first, others, written = (load(name)["results"] for name in ("h200/real", "h200/real_others", "h100/written_rows"))
+    return worst_rows(first + others, written)
 
 
 RULE = re.compile(r"^    \| kind .*\|$(?:\n    \|.*\|$)+", re.M)
@@ -587,6 +609,7 @@ PERFORMANCE = (
     section("rivals, float32", rivals_in_float32),
     section("real rows, CPU", real_rows_on_a_cpu),
     section("linear", functools.partial(linear, "h200")),
+    section("linear, H100", functools.partial(linear_of_ours, "h100")),
     section("linear, CPU", functools.partial(linear, "cpu")),
     section("labels", labels),
     section("ranks", ranks),
@@ -597,8 +620,8 @@ ROOMS = (section("rooms", rooms), section("levels", levels))
 NUMERICS = (
     section("near", near),
     section("near, H200", near_on_a_gpu),
-    section("worst rows", functools.partial(worst_rows, "real", "real_others")),
-    section("worst rows, float32", functools.partial(worst_rows, "real_float32")),
+    section("worst rows", bfloat16_rows),
+    section("worst rows, float32", lambda: worst_rows(load("h200/real_float32")["results"])),
     REGIMES,
 )
 
