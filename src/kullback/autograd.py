@@ -277,13 +277,16 @@ differentiated("per_row", library.per_row, library.of_fields(Operands, _per_row)
 def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype, inplace: bool = False) -> Tensor:
     """scale · Σ row_weight · loss, 0-d. In eager autograd the gradients are written in the same pass."""
     x, y = operands.input, operands.target
-    if problem.shard.group and (is_traced(x, y) or waits_for_scaler(x, y)):
-        # With the rows' states: a gradient without them would ask all ranks again.
-        return (per_row(problem, operands, accumulator(x)).sum() * scale).to(dtype)
-    if is_traced(x, y):
+    is_shared, traced = bool(problem.shard.group), is_traced(x, y)
+    if traced and not is_shared:
         return Total.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
-        function = Total if waits_for_scaler(x, y) else InPlaceTotal if inplace and x.requires_grad else EagerTotal
+    wants = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    waits = wants and waits_for_scaler(x, y)
+    if (is_shared and (traced or waits)) or (waits and x.device.type == "cpu" and problem.has_logits):
+        # With the rows' states: a gradient without them would ask all ranks again, or read rows three times more.
+        return (per_row(problem, operands, accumulator(x)).sum() * scale).to(dtype)
+    if wants:
+        function = Total if waits else InPlaceTotal if inplace and x.requires_grad else EagerTotal
         return function.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
     return library.sum_losses(problem, operands, scale, dtype)[0]
 
