@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import json
 import math
 import re
@@ -68,6 +69,27 @@ def rooms():
     for path in sorted(set(files) - {source / "__init__.py", source / "__main__.py"}):
         said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         lines.append(f"| `{path.relative_to(source)}` | {first_sentence(said)} |")
+    return "\n".join(lines)
+
+
+def arrows():
+    """Python's rooms, none before those that it imports: a circle is an error."""
+    source = ROOT / "src/kullback"
+    imported = {}
+    for path in sorted(source.rglob("*.py")):
+        room = path.relative_to(source).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kullback":
+                names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
+                imported.setdefault(room, set()).update({*names} - {room})
+    del imported["__init__"]  # imports what is public, and nobody imports it
+    sorter = graphlib.TopologicalSorter(imported)
+    sorter.prepare()
+    lines = ["| level | rooms |", "|---|---|"]
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        lines.append(f"| {len(lines) - 1} | {', '.join(f'`{name}`' for name in ready)} |")
+        sorter.done(*ready)
     return "\n".join(lines)
 
 
@@ -616,7 +638,7 @@ PERFORMANCE = (
 )
 
 
-ROOMS = (section("rooms", rooms), section("levels", levels))
+ROOMS = (section("arrows", arrows), section("rooms", rooms), section("levels", levels))
 NUMERICS = (
     section("near", near),
     section("near, H200", near_on_a_gpu),

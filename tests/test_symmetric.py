@@ -187,7 +187,20 @@ def check_disagreement(ranks: Ranks):
             kullback.divergence(part, y, group=ranks.group)
 
 
+def check_refusals(ranks: Ranks):
+    """Of what one rank asks all raise: none waits for it."""
+    late = timedelta(seconds=ranks.rank - 1)
+    for asked, reason in (
+        ({"rows": 8 * ranks.rank}, "rows must be the same on all ranks, got 0, 8"),
+        ({"rows": 0}, "rows must be from 1 to"),
+        ({"timeout": late}, "timeout must be positive, got -1 day"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            kullback.enable_symmetric_memory(ranks.group, **asked)
+
+
 def check_some(ranks: Ranks):
+    check_refusals(ranks)
     with pytest.raises(RuntimeError, match="rank 0 says: it serves GPUs"):
         kullback.enable_symmetric_memory(ranks.group)
     with exchanging(ranks):

@@ -13,7 +13,7 @@ from kullback import backends, library
 from kullback.backends.pytorch.differentiable import gradient_by_formula
 from kullback.problem import Problem, accumulator, decode
 from kullback.tracing import is_traced
-from kullback.work import Operands, Scale
+from kullback.work import Operands, Scale, weighted
 
 Context: TypeAlias = Any  # of an autograd.Function: torch gives it no type
 Gradients: TypeAlias = tuple[Tensor | None, ...]
@@ -37,11 +37,6 @@ def waits_for_scaler(*tensors: Tensor) -> bool:
 def widened(grad_out: Tensor) -> Tensor:
     """An upstream gradient in float32 at least: kernels know no others."""
     return grad_out.to(torch.promote_types(grad_out.dtype, torch.float32))
-
-
-def weighted(grad_out: Tensor, row_weight: Tensor | None) -> Tensor:
-    """grad_out · row_weight, and 0 where that is 0: the gradient of a row that does not count may be infinite."""
-    return grad_out if row_weight is None else torch.where(row_weight == 0, 0.0, grad_out * row_weight)
 
 
 def weighing(operands: Operands, row_weight: Tensor) -> Operands:

@@ -225,7 +225,7 @@ def check_group(group: ProcessGroup | None, first_token: int | None = None, tota
 
 
 def check_slice(width: int, first_token: int | None, total_vocab: int | None) -> None:
-    """Of so many tokens that count."""
+    """Whether a slice of so many tokens that count lies in the whole vocabulary."""
     if first_token is None or total_vocab is None:
         return
     if not 0 <= first_token <= total_vocab - width:
@@ -341,7 +341,7 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
 
 
 def labels(given: Tensor, input: Tensor) -> Tensor:
-    """As int64."""
+    """The labels as int64, if their shape, dtype and device will do."""
     if not isinstance(given, Tensor):
         raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
     if given.dtype not in IDS:
@@ -451,7 +451,7 @@ def check_weights_of_labels(
 
 
 def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Tensor) -> None:
-    """Of rows."""
+    """Whether there is such a reduction, and a normalizer is for it."""
     check_name("reduction", reduction, REDUCTIONS)
     if normalizer is None:
         return

@@ -122,6 +122,11 @@ class Divergence(NamedTuple):
         return {} if self.parameter is None else {self.parameter.name: self.parameter.default}
 
     @property
+    def default(self) -> float:
+        """The parameter's, or 0 where there is none: what a Problem has."""
+        return 0.0 if self.parameter is None else self.parameter.default
+
+    @property
     def definition(self) -> str:
         """In p and q, and with no more than a line."""
         return (inspect.getdoc(self.element) or self.name).splitlines()[0]
@@ -191,25 +196,25 @@ def jensen_shannon(x: Pair, beta: Value) -> Element:
     other = 1.0 - beta
     m = mixture(beta, x.p, other, x.q)
     relative = fraction(-x.q_minus_p, m)  # (p - q) / m
-    # One logarithm for both shares: of the larger, whose part of the mixture is never small.
+    # One logarithm for both: of the larger, whose part of the mixture is never small.
     if x.centred:
         is_less = x.ratio < 0.0
         larger = -log_mix(x.ratio, beta, other)
-        p_share = log_fraction(x.p, m, larger + where(is_less, x.ratio, 0.0))
+        log_p_over_m = log_fraction(x.p, m, larger + where(is_less, x.ratio, 0.0))
         # Finite also where q is 0, as p's is where p is: exchanging them changes nothing.
-        q_share = log_fraction(x.q, m, larger - where(is_less, 0.0, where(x.ratio < 1e38, x.ratio, 1e38)))
-        p_term = divergence_from(m, x.p, p_share, other * relative)
-        q_term = divergence_from(m, x.q, q_share, -(beta * relative))
+        log_q_over_m = log_fraction(x.q, m, larger - where(is_less, 0.0, where(x.ratio < 1e38, x.ratio, 1e38)))
+        p_term = divergence_from(m, x.p, log_p_over_m, other * relative)
+        q_term = divergence_from(m, x.q, log_q_over_m, -(beta * relative))
         term = beta * p_term + other * q_term
     else:
         p_over = at_least(other * relative, -1.0)  # p/m - 1
         q_over = at_least(-(beta * relative), -1.0)  # q/m - 1
         is_less = x.q_minus_p > 0.0
         larger = log_quotient(where(is_less, x.q, x.p), m)
-        p_share = select_near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
-        q_share = select_near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
+        log_p_over_m = select_near(p_over, 0.25, log1p(p_over), where(is_less, larger + x.ratio, larger))
+        log_q_over_m = select_near(q_over, 0.25, log1p(q_over), where(is_less, larger, larger - x.ratio))
         term = m * (beta * bennett(p_over) + other * bennett(q_over))
-    return Element(term, beta * mass_times(x.p, p_share), other * mass_times(x.q, q_share))
+    return Element(term, beta * mass_times(x.p, log_p_over_m), other * mass_times(x.q, log_q_over_m))
 
 
 @partial(
@@ -227,9 +232,9 @@ def skew_kl(x: Pair, alpha: Value) -> Element:
     relative = fraction(x.q_minus_p, m)  # (q - p) / m
     over = -(other * relative)  # p/m - 1
     if x.centred:
-        share = select_near(over, 0.25, log1p(over), log_fraction(x.p, m, log(fraction(x.p, m))))
-        term = divergence_from(m, x.p, share, over)
-        return Element(term, mass_times(x.p, share - alpha * over), other * other * relative * x.q)
+        log_p_over_m = select_near(over, 0.25, log1p(over), log_fraction(x.p, m, log(fraction(x.p, m))))
+        term = divergence_from(m, x.p, log_p_over_m, over)
+        return Element(term, mass_times(x.p, log_p_over_m - alpha * over), other * other * relative * x.q)
     over = at_least(over, -1.0)
     plain = mass_times(x.p, select_near(over, 0.25, log1p(over), log_quotient(x.p, m)))
     q_share = other * fraction(x.q, m)  # of q in m
@@ -349,9 +354,9 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     )
 
 
-def divergence_from(m: Value, mass: Value, share: Value, over: Value) -> Value:
+def divergence_from(m: Value, mass: Value, log_over_m: Value, over: Value) -> Value:
     """mass·log(mass/m) + m - mass >= 0, of the logarithm and mass/m - 1"""
-    return select_near(over, 1 / 3, m * small_bennett(over), mass_times(mass, share) + (m - mass))
+    return select_near(over, 1 / 3, m * small_bennett(over), mass_times(mass, log_over_m) + (m - mass))
 
 
 def at_least(x: Value, bound: float) -> Value:

@@ -316,7 +316,7 @@ def _without_target(
             label_weight=label_weight,
             z_weight=z_weight,
             label_smoothing=label_smoothing,
-            target_softcap=options.get("softcap"),
+            target_softcap=options["softcap"],
             **options,
         )
     (divergence_weight, label_weight), entries = _one_hot(labels, input, label_weight, label_smoothing)
@@ -926,28 +926,28 @@ def topk_row_statistics(
             )
             for kind in ("kl", "reverse_kl")
         )
-    counts = input[..., : valid_vocab or input.size(-1)]
+    valid = input[..., : valid_vocab or input.size(-1)]
     plain = checks.problem({}, "kl", form=form, target_form="logits")
-    entries = topk.entries_of(target_form, "zero", form, counts.size(-1))
+    entries = topk.entries_of(target_form, "zero", form, valid.size(-1))
     teacher, target = topk.teacher(plain, target_values, target_indices, entries, None)
     problem = checks.problem(
         {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
     )
-    gathered = gather(problem, as_rows(counts), rows_of(teacher.ids), others=1)
+    gathered = gather(problem, as_rows(valid), rows_of(teacher.ids), others=1)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
-    first = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
+    teacher_top = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
     are_numbers = ~of_rows.entropy.isnan()
     return TopKRowStatistics(
         kl=forward,
         reverse_kl=backward,
         mass=gathered[:, :-1].sum(-1).view(input.shape[:-1]),
         target_mass=target[..., :-1].exp().sum(-1),
-        overlap=statistics.overlap(counts, teacher.ids).where(are_numbers, torch.nan),
+        overlap=statistics.overlap(valid, teacher.ids).where(are_numbers, torch.nan),
         entropy=of_rows.entropy,
         lse=of_rows.lse,
         top_token=of_rows.top_token,
-        agreement=are_numbers & (of_rows.top_token == first),
+        agreement=are_numbers & (of_rows.top_token == teacher_top),
         label_log_prob=of_rows.label_log_prob,
         label_rank=of_rows.label_rank,
     )

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback import library, parallel
-from kullback.autograd import weighted
 from kullback.backends.pytorch import topk as in_torch
 from kullback.problem import IGNORED, Problem, Side, Weights, gathered_dtype, kept_dtype
-from kullback.work import Gather, Operands, as_rows, row_vector
+from kullback.work import Gather, Operands, as_rows, row_vector, weighted
 
 
 class Teacher(NamedTuple):

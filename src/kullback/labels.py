@@ -110,7 +110,7 @@ class Marks(NamedTuple):
     everywhere: Tensor | None  # [rows]: with smoothing
 
     def take_off(self, gradient: Tensor) -> Tensor:
-        """In place."""
+        """The gradient without the marks, in its place."""
         if self.everywhere is not None:
             gradient.sub_(self.everywhere.to(gradient.dtype).unsqueeze(-1))
         if not gradient.size(-1):

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kullback import backends, collecting, parallel, topk
-from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, weighted, widened
+from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, widened
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import packed, state_fields
 from kullback.tracing import is_batched, is_traced
-from kullback.work import Operands, Rows, Scale, in_memory
+from kullback.work import Operands, Rows, Scale, in_memory, weighted
 
 # Logits and their gradients that are in memory at once. The float32 sum of a head's gradient is read and written once
 # for what is kept together, and the fewer rows that product has the slower it is; one that only projects does well
-# with a thousand: docs/performance.md.
+# with a thousand: docs/lab-notebook.md.
 CHUNK_BYTES = 2 << 30
 DEVICE_SHARE = 20  # of a GPU's memory, if that is more: one byte in so many
 STREAMED = 5  # at most one byte in so many is for a side whose logits are streamed, beside one whose are kept

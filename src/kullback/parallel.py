@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
-from kullback.backends.pytorch import entropy, label_logits, weighted
+from kullback.backends.pytorch import entropy, label_logits
 from kullback.backends.pytorch import topk as in_torch
 from kullback.labels import in_slice, losses
 from kullback.problem import WHOLE, Problem, Shard, kept_dtype
@@ -40,7 +40,7 @@ from kullback.state import (
     unpacked,
 )
 from kullback.symmetric import PacketBuffer, packet_buffer_of
-from kullback.work import Gather, Rows, Scatter, as_rows, row_vector
+from kullback.work import Gather, Rows, Scatter, as_rows, row_vector, weighted
 
 _checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
 
@@ -99,9 +99,6 @@ def run(work: Rows | Gather | Scatter) -> None:
         _scatter(work)
 
 
-AS_GRADIENT: Any = {"verb": "gradient", "found": None, "loss": None, "total": None, "figures": None}
-
-
 def _rows(work: Rows) -> None:
     rows, buffer = math.prod(work.input.shape[:-1]), packet_buffer_of(resolved(work.problem.shard.group))
     if buffer is not None and work.verb == "loss" and 0 < rows <= buffer.peers.rows and backends.asks_peers(work):
@@ -128,7 +125,8 @@ def _rows(work: Rows) -> None:
             work.found.copy_(known)
     if any(work.wants):
         own = work.operands._replace(labels=_own_labels(work))
-        backends.run(work._replace(operands=own, **AS_GRADIENT, known=known))
+        gradient = work._replace(verb="gradient", operands=own, known=known)
+        backends.run(gradient._replace(found=None, loss=None, total=None, figures=None))
 
 
 def _in_one_launch(work: Rows, rows: int, buffer: PacketBuffer) -> None:

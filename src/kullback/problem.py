@@ -242,8 +242,7 @@ def element_at(kind: str, parameter: float, ratio: Tensor) -> Element:
 @functools.cache
 def has_corner(kind: str) -> bool:
     """Whether the kind's term is no parabola near p = q: an error in a normaliser enters it as it is, not squared."""
-    default = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
-    return Problem(kind, Side("logits"), Side("logits"), default).curvature == 0
+    return Problem(kind, Side("logits"), Side("logits"), DIVERGENCES[kind].default).curvature == 0
 
 
 IGNORED = -100  # the label of a row that does not count

@@ -35,7 +35,7 @@ class Reduction(NamedTuple):
         if self.sums:
             loss = loss.sum()
         if self.divisor is not None:
-            divisor = positive(self.divisor) if isinstance(self.divisor, Tensor) else self.divisor
+            divisor = one_for_zero(self.divisor) if isinstance(self.divisor, Tensor) else self.divisor
             loss = (loss / divisor).to(self.dtype)
         return loss
 
@@ -65,14 +65,14 @@ def reduction_of(
     if isinstance(normalizer, Tensor):
         if normalizer.requires_grad or in_functorch():
             return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
-        inverse = 1 / positive(normalizer.detach().to(input.device, accumulator(input)))
+        inverse = 1 / one_for_zero(normalizer.detach().to(input.device, accumulator(input)))
         return Reduction(inverse if row_weight is None else row_weight * inverse, 1.0, False, dtype)
     if normalizer is not None and is_symbolic(normalizer):
         return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
     if normalizer is not None:
         return Reduction(row_weight, 1 / normalizer, False, dtype)
     if row_weight is not None:
-        return Reduction(row_weight / positive(row_weight.sum()), 1.0, False, dtype)
+        return Reduction(row_weight / one_for_zero(row_weight.sum()), 1.0, False, dtype)
     # Compiled: 1 / rows as a number would be compiled anew for each count.
     return Reduction(None, 1.0, False, dtype, divisor=max(math.prod(input.shape[:-1]), 1))
 
@@ -83,6 +83,6 @@ def _mean(shape: torch.Size, dtype: torch.dtype) -> Reduction:
     return Reduction(None, 1 / max(math.prod(shape[:-1]), 1), False, dtype)
 
 
-def positive(divisor: Tensor) -> Tensor:
+def one_for_zero(divisor: Tensor) -> Tensor:
     """The divisor, or 1 in the place of 0: with no weight at all the loss is 0, not NaN."""
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

@@ -134,12 +134,12 @@ def _local(problem: Problem, operands: Operands, input: DTensor, shared: int | N
         return problem, local
     mesh = input.device_mesh
     first_token, width = _slice(input.size(-1), mesh, shared)
-    counts = min(max(problem.vocab - first_token, 0), width) if problem.vocab else width
-    if counts == 0:
+    valid_width = min(max(problem.vocab - first_token, 0), width) if problem.vocab else width
+    if valid_width == 0:
         local = local._replace(input=local.input[..., :0], target=local.target[..., :0])
     of_slice = _of_slice if torch.compiler.is_compiling() else _cached_of_slice
     group = mesh.get_group(shared).group_name
-    return of_slice(problem, Sharded(group, first_token), counts if counts < width else 0), local
+    return of_slice(problem, Sharded(group, first_token), valid_width if valid_width < width else 0), local
 
 
 def _of_slice(problem: Problem, shard: Sharded, vocab: int) -> Problem:
@@ -272,8 +272,8 @@ def localised(
     first_token, width = _slice(one.size(vocab_dim), mesh, shared)
     total = one.size(vocab_dim) if valid_vocab is None else valid_vocab
     first_token = min(first_token, total)
-    counts = min(width, total - first_token)
-    layout = Layout(mesh, shared, first_token, total, counts if counts < width else None, sequence_dim)
+    valid_width = min(width, total - first_token)
+    layout = Layout(mesh, shared, first_token, total, valid_width if valid_width < width else None, sequence_dim)
     return {name: Local.apply(tensor) for name, tensor in tensors.items()}, layout
 
 

@@ -30,8 +30,8 @@ from kullback.problem import Problem, accumulator
 class Mode(enum.IntEnum):
     """Which arithmetic serves a row: the one that summed it has to differentiate it."""
 
-    FAST = 0  # no series near p = q, no guards
-    STABLE = 1  # series, no guards
+    FAST = 0  # nothing for p = q, no guards
+    STABLE = 1  # near p = q by series or polynomials, no guards
     SAFE = 2  # series and guards: serves any row
 
 

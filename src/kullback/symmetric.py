@@ -71,15 +71,16 @@ def enable_symmetric_memory(
     """
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
+    asked: list[Any] = [None] * group.size()
+    dist.all_gather_object(asked, (rows, timeout), group=group)  # before all checks: all ranks raise, or none
+    of_ranks, timeouts = zip(*asked, strict=True)
+    if len(set(of_ranks)) > 1:
+        raise ValueError(f"rows must be the same on all ranks, got {', '.join(map(str, of_ranks))}")
     most = (1 << 32) // (PACKETS * group.size()) - 1
     if not 1 <= rows <= most:
         raise ValueError(f"rows must be from 1 to {most}, got {rows}")
-    if timeout <= datetime.timedelta():
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    asked: list[Any] = [None] * group.size()
-    dist.all_gather_object(asked, rows, group=group)
-    if len(set(asked)) > 1:
-        raise ValueError(f"rows must be the same on all ranks, got {asked}")
+    if min(timeouts) <= datetime.timedelta():
+        raise ValueError(f"timeout must be positive, got {min(timeouts)}")
     packets = _attempted(group, lambda: _packets(rows * group.size()))
     _buffers[group] = _attempted(group, lambda: _exchanged(packets, group, rows, timeout))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kullback import autograd, backends, collecting, parallel
 from kullback import labels as auxiliary
-from kullback.autograd import Context, Gradients, is_differentiated_again, weighted, widened
+from kullback.autograd import Context, Gradients, is_differentiated_again, widened
 from kullback.backends.pytorch import topk as in_torch
 from kullback.gathered import (
     Gathered,
@@ -44,7 +44,7 @@ from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as
 from kullback.library import library as operators
 from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
-from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector
+from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector, weighted
 
 operators.define(f"gather(Tensor input, Tensor ids, str problem, {SCALARS}, int others) -> Tensor")
 operators.define(

@@ -43,7 +43,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def hint(argument: str, name: str, known: Collection[str]) -> str:
     """The same of an argument's value, by what it is called elsewhere too."""
     if argument == "reduction" and name in REDUCTIONS:
-        return f"; {REDUCTIONS[name]}" if name not in known else ""
+        return f"; {REDUCTIONS[name]}"
     if argument != "kind":
         return nearest(name, known)
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")

@@ -100,7 +100,7 @@ class Rows(NamedTuple):
         return is_of_statistics and not self.problem.has_logits
 
     def write_nothing(self) -> None:
-        """What comes of that."""
+        """The results of rows that hold nothing to be read."""
         for tensor in (self.loss, self.found, self.figures):
             if tensor is not None:
                 tensor.zero_()
@@ -336,6 +336,11 @@ def row_vector(tensor: Tensor, rows: int) -> Tensor:
     """A number for each row."""
     tensor = in_memory(tensor)
     return tensor.expand(rows) if tensor.dim() == 0 else tensor.reshape(rows)
+
+
+def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
+    """value · weight, and 0 where that is 0, whatever the value."""
+    return value if weight is None else torch.where(weight == 0, 0.0, value) * weight
 
 
 def _has_one_step(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from kullback.work import Labels, Rows, Scale, Work
 
 
 class Backend(Protocol):
-    """What a backend is: two functions of a module."""
+    """What a backend is: two functions of a module. What CUDA alone has is asked for by name, below."""
 
     def why_not(self, work: Work) -> str | None:
         """Why it cannot do the work, or None."""

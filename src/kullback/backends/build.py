@@ -21,7 +21,7 @@ def remember_failures(make: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(make)
     def attempt(*arguments: P.args, **named: P.kwargs) -> R:
-        key = make.__module__, make.__qualname__, arguments
+        key = make.__module__, make.__qualname__, arguments, *named.items()
         if key in failures:
             raise BuildError(failures[key])
         try:

@@ -32,7 +32,7 @@ MOST_TERMS = WIDE.counts[-1]
 # Relative errors at the end of their radius. A slope is rounded to 16 bits, or its sum to such a gradient: fewer terms
 # are to reach the first, all of them the second.
 NEAR_TOLERANCE, SLOPE_TOLERANCE, MOST_SLOPE_TOLERANCE = 1.1e-5, 1e-3, 6e-3
-LEAST_SHARE = 0.02  # of it at r = 0
+LEAST_TOLERANCE = 0.02  # of it at r = 0
 
 
 class NearShape(NamedTuple):
@@ -142,7 +142,7 @@ def near_fit(
     half = torch.linspace(1 / 400, 1, 400, dtype=torch.float64, device="cpu")
     at = torch.cat([half, -half])
     exponents = torch.arange(first, first + count, device="cpu")
-    wanted, allowed = values_of(radius * at), tolerance * (LEAST_SHARE + at.square())
+    wanted, allowed = values_of(radius * at), tolerance * (LEAST_TOLERANCE + at.square())
     if not bool((wanted.isfinite() & (wanted != 0)).all()):
         return None
     powers = at.unsqueeze(-1) ** exponents

@@ -196,7 +196,7 @@ def _near_polynomials() -> dict[str, tuple[bool, int, tuple[float, ...]]]:
         return factors
 
     def of_kind(kind: str) -> tuple[bool, int, tuple[float, ...]]:
-        term, first = term_over_root(kind, next(iter(DIVERGENCES[kind].defaults.values()), 0.0))
+        term, first = term_over_root(kind, DIVERGENCES[kind].default)
         return has_corner(kind), first, fitted(term, first)
 
     return {kind: of_kind(kind) for kind in DESCRIBED} | {
@@ -294,7 +294,7 @@ INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
 
 
 def _print_near_element(kind: str, names: dict[str, str]) -> str:
-    """`near_element`, of kinds that are the mean of a log-ratio; and `short_element`, by a shorter one.
+    """`near_element`, of kinds that are the mean of a log-ratio; and `short_element`, whose ratio is rounded once.
 
     Macros say whether there is one, whether the row's Σ d_log_q may be other than 0, and whether it is in masses.
     """

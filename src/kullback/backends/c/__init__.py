@@ -144,7 +144,7 @@ def _near_rows(shape: OverRootShape) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _near_of(kind: str, parameter: float) -> tuple[OverRootShape, Tensor] | None:
-    """And the factors, of terms first."""
+    """The shape that a kernel is compiled for, and its factors: the terms', then the differences'."""
     found = over_root(kind, parameter)
     if found is None:
         return None

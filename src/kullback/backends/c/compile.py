@@ -55,7 +55,7 @@ def processor() -> str:
 
 
 def key(command: tuple[str, ...], source: str) -> str:
-    """Of the cache."""
+    """What a source that this command compiles for this processor is cached by."""
     return repr((command, processor(), source))
 
 

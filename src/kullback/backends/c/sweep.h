@@ -1,7 +1,5 @@
 /* One pass over a row of a divergence, or over a part of it: its sums, its gradients, or both. Pasted above rows.c. */
 
-#define PREFETCH(p) __builtin_prefetch(p)
-
 /* While a span is computed the next one is fetched; short spans keep the fetches from coming all at once. */
 enum { CACHE_LINE = 64 };
 
@@ -52,9 +50,9 @@ INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, 
         ubits highest_x = 0, highest_y = 0;
         const int64_t next_end = end + SPAN < n ? end + SPAN : n;
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(X))
-            PREFETCH(x + i);
+            __builtin_prefetch(x + i);
         for (int64_t i = end; i < next_end; i += CACHE_LINE / sizeof(Y))
-            PREFETCH(y + i);
+            __builtin_prefetch(y + i);
 #if HAS_FAST
         if (fast) {
             SWEEP_SPAN(fast_element)

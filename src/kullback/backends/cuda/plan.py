@@ -134,8 +134,8 @@ EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
 MIN_TILE_BYTES = 13 << 10  # where a row has as many
 
 
-# Threads that share a row and rows that a block works on, where a short slice is to be had for many rows, and where
-# a row takes all the stages. With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
+# Threads that share a row, and rows that a block works on: the first choice that keeps enough rows on chip is taken.
+# With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
 ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
@@ -229,8 +229,7 @@ def logits(
             rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
             room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
             stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
-            # Each group's last row is done when it waits for its next: so many stages have been turned over, and the
-            # round that it waits for is not two ahead, which its barriers could not tell from none.
+            # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
             safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
             # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
             # neighbours are taken, the larger the more: there two are better, of threads enough.

@@ -17,7 +17,7 @@ from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature, parts_of_lse
 from kullback.problem import Problem, Side, accumulator
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
-from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work
+from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work, weighted
 
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
 CPU_CHUNK = 1 << 19
@@ -240,8 +240,3 @@ def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
     masses = logs.exp()
     found = -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)
     return found.clamp_(min=0).to(lse.dtype)  # a log-sum-exp may be rounded to less than its largest term
-
-
-def weighted(value: Tensor, weight: Tensor | None) -> Tensor:
-    """value · weight, and 0 where that is 0, whatever the value."""
-    return value if weight is None else torch.where(weight == 0, 0, value) * weight

@@ -30,8 +30,7 @@ def write(work: Describe, run: Callable[[Rows], None]) -> None:
 
 
 def _of_kind(problem: Problem, kind: str, input: Side, target: Side) -> Problem:
-    parameter = next(iter(DIVERGENCES[kind].defaults.values()), 0.0)
-    return dataclasses.replace(problem, kind=kind, parameter=parameter, input=input, target=target)
+    return dataclasses.replace(problem, kind=kind, parameter=DIVERGENCES[kind].default, input=input, target=target)
 
 
 def _losses(problem: Problem, x: Tensor, y: Tensor, run: Callable[[Rows], None]) -> tuple[Tensor, Tensor]:

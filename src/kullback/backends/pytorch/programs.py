@@ -131,7 +131,7 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
             case "select_near", (_, _, _, far) if way is Way.FAST:
                 return far
             case "select_near", (_, _, Symbol(op="ratio_or_zero") as near, _) if way is Way.PARTIALS:
-                return near  # hellinger's, which holds far, too
+                return near  # where nothing cancels it holds far, too: kinds are tested so
             case "where", (Symbol(op="lt", args=(x, bound)), other, most) if x is other and bound == most:
                 return x if is_unguarded and bound == 1e38 else node("clamp", x, -math.inf, most)
             case "where", (Symbol(op="lt", args=(x, 0.0)), 0.0, other) if x is other:

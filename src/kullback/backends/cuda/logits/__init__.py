@@ -147,9 +147,7 @@ def caches_derivatives(variant: Variant) -> bool:
 
 def is_smooth(kind: str, form: str, target_form: str) -> bool:
     """Whether the kind is a series near p = q, for its default parameter; other parameters may lie too far out."""
-    parameter = DIVERGENCES[kind].parameter
-    default = 0.0 if parameter is None else parameter.default
-    return form == target_form == "logits" and series(kind, default) is not None
+    return form == target_form == "logits" and series(kind, DIVERGENCES[kind].default) is not None
 
 
 def why_not(work: Rows) -> str | None:

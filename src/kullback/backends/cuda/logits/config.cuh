@@ -108,7 +108,8 @@
 #define FORESEES_CLOSE \
     (IS_SMOOTH && (THREADS_PER_ROW > 32 || (CACHES_SLOPES && WIDTH == 8)) && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
 #define PREDICTS_SLOPE (FORESEES_CLOSE && CACHES_SLOPES)
-/* By the variance too; or by a mean of ratios that count as no less than this, to base 2, for a slope ends where a ratio does not */
+/* Long rows predict a slope by the log-ratio's variance too. Short ones bound each ratio below by this, to base 2: a slope has a
+   least value, and a ratio has none. */
 #define HAS_Q_SQUARED (PREDICTS_SLOPE && THREADS_PER_ROW > 32)
 #define HAS_Q_BOUNDED (PREDICTS_SLOPE && THREADS_PER_ROW <= 32)
 #define LEAST_LOG2_RATIO -24.0f
@@ -121,7 +122,8 @@
     (((HAS_NEAR || (HAS_CORNER && HAS_FAST && THREADS_PER_ROW > 32)) && !SUMS_FROM_MOMENTS && !FORESEES_CLOSE) \
      || ((REFINES_HEAVY || HAS_FINE_NEAR) && SUMS_FROM_MOMENTS && !HAS_NORMALISERS))
 #define HAS_LOG_RATIOS (HAS_P_LOG_RATIO || HAS_Q_LOG_RATIO)
-/* Whether moments have guards for -inf. Rows are seldom without it in turn with others: a row group has them from one that has. */
+/* Whether moments may have guards for -inf: a row group takes them from the first row on that holds it. Rows that do seldom
+   alternate with others. */
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
 /* A sum above this was no number */
