@@ -59,3 +59,12 @@ def test_a_sum_that_its_dtype_lacks_is_infinite():
     with kullback.backend("c"):
         assert library.sum_losses(problem, Operands(x, y), 1.0, torch.float64)[0] > 1e39
         assert library.sum_losses(problem, Operands(x, y), 1.0, torch.float32)[0] == torch.inf
+
+
+@pytest.mark.parametrize("backend", ["c", "torch"], indirect=True)
+def test_a_total_that_is_added_to_others_keeps_a_doubles_digits(backend, generator):
+    """Of a chunk of hidden states, or of a rank's rows: a float would round each."""
+    x, y = torch.randn(2, 4, 300, generator=generator)
+    problem = Problem("kl", Side("logits"), Side("logits"))
+    total, _, _ = library.sum_losses(problem, Operands(x, y), 1 / 3, torch.float64)
+    assert total.item() != total.float().item()

@@ -574,7 +574,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     }
     if (a->loss)
-        a->loss[r] = STORE_LOSS((real)loss);
+        a->loss[r] = STORE_LOSS(loss);
     if (a->found)
         keep_state(a, r, &found, d_loss);
     return loss;
@@ -652,7 +652,7 @@ void kullback_rows(const Arguments *a)
             lost += fabs(total) >= fabs(part) ? (total - next) + part : (part - next) + total;
             total = next;
         }
-        *a->total = (real)((lost == lost ? total + lost : total) * a->scale);
+        *a->total = (lost == lost ? total + lost : total) * a->scale;
     }
     free(partial);
 }

@@ -32,7 +32,7 @@ INLINE real load_float16(float16 x)
 }
 
 INLINE float store_float(real x) { return (float)x; }
-INLINE double store_double(real x) { return (double)x; }
+INLINE double store_double(double x) { return x; }
 
 INLINE bfloat16 store_bfloat16(real x)
 {
