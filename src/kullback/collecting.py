@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kullback import backends, parallel
 from kullback.backends.pytorch import entropy, label_logits
-from kullback.backends.pytorch.piece import capped, inverse_temperature
 from kullback.labels import in_slice
-from kullback.problem import Problem, accumulator
+from kullback.problem import Problem, accumulator, capped, inverse_temperature
 from kullback.tracing import in_functorch, is_traced
 from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 

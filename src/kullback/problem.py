@@ -263,3 +263,28 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
 def gathered_dtype(problem: Problem, tensor: Tensor) -> torch.dtype:
     """The same of a row that ranks share: as logits, which have no common reference there, they need more digits."""
     return accumulator(tensor) if problem.shard.group else kept_dtype(tensor.dtype)
+
+
+# How logits count: capped, times the inverse temperature, in float32 at least
+
+
+def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def inverse_temperature(side: Side, double: bool) -> float:
+    """What a side's elements are multiplied by; 1 unless they are logits. Kernels hold it in float32."""
+    if side.form != "logits":
+        return 1.0
+    inverse = 1 / side.temperature
+    return inverse if double else torch.tensor(inverse, dtype=torch.float32, device="cpu").item()
+
+
+def capped(x: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(x / softcap) if softcap else x
+
+
+def softcap_grad(capped: Tensor, softcap: float) -> Tensor | float:
+    """d capped(x) / dx, from the capped value."""
+    return 1 - (capped / softcap).square() if softcap else 1.0

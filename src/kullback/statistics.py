@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback import backends
-from kullback.backends.pytorch.piece import capped, compute_dtype, inverse_temperature
-from kullback.problem import IGNORED, Problem, Side, accumulator, kept_dtype
+from kullback.problem import IGNORED, Problem, Side, accumulator, capped, compute_dtype, inverse_temperature, kept_dtype
 from kullback.work import NUMBERS, TOKENS, Describe
 
 CHUNK = 1 << 26  # elements of a copy

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
-from kullback.backends.pytorch.piece import Piece, capped, compute_dtype, inverse_temperature, parts_of_lse
-from kullback.problem import Problem, Side, accumulator
+from kullback.backends.pytorch.piece import Piece, parts_of_lse
+from kullback.problem import Problem, Side, accumulator, capped, compute_dtype, inverse_temperature
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work, weighted
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.piece import capped, compute_dtype
 from kullback.divergences import DESCRIBED, DIVERGENCES
-from kullback.problem import Problem, Side, accumulator
+from kullback.problem import Problem, Side, accumulator, capped, compute_dtype
 from kullback.work import Describe, Operands, Rows
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.piece import capped, log_sum_exp, softcap_grad
+from kullback.backends.pytorch.piece import log_sum_exp
 from kullback.forms import SIDES
 from kullback.formula import TENSOR, Value
 from kullback.labels import marks, shifted
-from kullback.problem import Problem, accumulator
+from kullback.problem import Problem, accumulator, capped, softcap_grad
 from kullback.state import far_tilted_lse
 from kullback.work import Operands
 

@@ -13,7 +13,15 @@ from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_p
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
-from kullback.problem import Problem, Side, accumulator, has_corner
+from kullback.problem import (
+    Problem,
+    accumulator,
+    capped,
+    compute_dtype,
+    has_corner,
+    inverse_temperature,
+    softcap_grad,
+)
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
@@ -341,28 +349,6 @@ def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor,
     """The number next to it that logits can be, which they are taken against, and what is left when that is scaled."""
     reference = (lse / scale).to(dtype)
     return reference, torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale).to(dtype)
-
-
-def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-
-
-@functools.lru_cache(maxsize=1024)
-def inverse_temperature(side: Side, double: bool) -> float:
-    """What a side's elements are multiplied by; 1 unless they are logits. Kernels hold it in float32."""
-    if side.form != "logits":
-        return 1.0
-    inverse = 1 / side.temperature
-    return inverse if double else torch.tensor(inverse, dtype=torch.float32, device="cpu").item()
-
-
-def capped(x: Tensor, softcap: float) -> Tensor:
-    return softcap * torch.tanh(x / softcap) if softcap else x
-
-
-def softcap_grad(capped: Tensor, softcap: float) -> Tensor | float:
-    """d capped(x) / dx, from the capped value."""
-    return 1 - (capped / softcap).square() if softcap else 1.0
 
 
 def log_sum_exp(values: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.piece import capped, softcap_grad
-from kullback.problem import Problem, accumulator, kept_dtype
+from kullback.problem import Problem, accumulator, capped, kept_dtype, softcap_grad
 from kullback.tracing import in_functorch
 from kullback.work import Entries, Gather, Scatter, TopK
 
