@@ -704,6 +704,38 @@ def test_an_interrupt_reports_what_was_read(tmp_path, files, pair, monkeypatch):
     assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl_rows(*pair[:2]).reshape(-1)[:20].mean(), rel=1e-6)
 
 
+@pytest.mark.parametrize("call", [2, 4])
+def test_an_interrupt_between_candidates_leaves_them_the_same_rows(tmp_path, files, monkeypatch, call):
+    """Of which all have read the first chunk, or none."""
+    monkeypatch.setattr(comparison, "CHUNK_BYTES", 4 * VOCAB * 10)
+    other = tmp_path / "other.safetensors"
+    shutil.copyfile(files[1], other)
+    true, calls = comparison.statistics, []
+
+    def at_last(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return true(*arguments)
+
+    monkeypatch.setattr(comparison, "statistics", at_last)
+    found = found_by(tmp_path, *files, other, code=130)
+    assert (found["rows_read"], found["interrupted"]) == (10 * (call // 2 - 1), True)
+
+
+def test_an_interrupt_while_rows_are_added_comes_behind_them():
+    added = []
+
+    def add():
+        with comparison._held_back():
+            signal.raise_signal(signal.SIGINT)
+            added.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        add()
+    assert added
+
+
 def test_an_interrupt_before_the_first_row(tmp_path, files, monkeypatch):
     def at_once(*_):
         raise KeyboardInterrupt

@@ -168,6 +168,13 @@ def check_two_dtypes(a, b, device, generator):
     assert abs(loss.double() - truth) <= 4 * torch.finfo(loss.dtype).eps * truth.abs() + 1e-6
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_a_0d_tensor_promotes_no_other(backend, device, reduction):
+    a, b = torch.zeros(3, dtype=torch.bfloat16, device=device), torch.tensor(0.5, device=device)
+    for pair in ((a, b), (b, a)):
+        assert kullback.kl_div(*pair, reduction=reduction).dtype == F.kl_div(*pair, reduction=reduction).dtype
+
+
 def test_torch_is_nan_where_nothing_times_infinity_is_nothing(backend, device):
     """The one difference: 0 · log 0."""
     y = torch.tensor([[0.0, 1.0]], device=device)

@@ -369,6 +369,17 @@ def test_a_masked_label_costs_infinitely_much(backend, device):
     assert alone.isfinite()
 
 
+@pytest.mark.parametrize("form", ["probs", "log_probs"])
+def test_a_label_without_mass_costs_infinitely_much_or_counts_nothing(backend, device, form):
+    p = torch.tensor([[0.5, 0.5, 0.0]], device=device)
+    given = {"form": form, "labels": torch.tensor([2], device=device)}
+    x = p if form == "probs" else p.log()
+    for weight in (0.5, 1.0, 3.0):
+        assert kullback.divergence(x, None, label_weight=weight, **given) == math.inf
+    assert kullback.divergence(x, None, label_weight=0.0, label_smoothing=0.1, **given) == 0
+    assert kullback.divergence(x, x, label_weight=0.0, **given) == 0
+
+
 @EVERY_BACKEND
 def test_smoothed_labels_of_no_rows(backend, device):
     x = torch.randn(2, 9, device=device)

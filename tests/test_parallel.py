@@ -326,6 +326,25 @@ def check_labels(ranks: Ranks):
         options = {**weights, **place, "labels": on_device, "group": ranks.group}
         loss = kullback.topk_divergence(leaf, *teacher, tail=tail, **options)
         hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, tail)
+    weights = {"divergence_weight": 0.7, "label_weight": 0.3}
+    for form, target in itertools.product(("probs", "log_probs"), ("all", "entries", "none")):
+        p, other = (sample(form, (2, 5, vocab), generator().manual_seed(i), torch.float64) for i in (5, 6))
+        p[0, 2] = torch.nan  # in no label's row
+        whole, leaf = p.clone().requires_grad_(), ranks.slice(p, cuts=cuts).requires_grad_()
+        options = {"form": form, "row_weight": labels != -100, "reduction": "none"}
+        given = options | {"row_weight": on_device != -100, "group": ranks.group, **place}
+        if target == "entries":
+            truth = kullback.topk_divergence(whole, log_p, ids, labels=labels, **options, **weights)
+            loss = kullback.topk_divergence(leaf, *teacher, labels=on_device, **given, **weights)
+        elif target == "all":
+            truth = kullback.divergence(whole, other, labels=labels, **options, **weights)
+            loss = kullback.divergence(leaf, ranks.slice(other, cuts=cuts), labels=on_device, **given, **weights)
+        else:
+            truth = kullback.divergence(whole, None, labels=labels, label_weight=0.3, **options)
+            loss = kullback.divergence(leaf, None, labels=on_device, label_weight=0.3, **given)
+        (gradient,) = torch.autograd.grad(truth.sum(), whole)
+        hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, (form, target))
+    weights["z_weight"] = 1e-2
     hidden, head = torch.randn(2, 5, 8, generator=generator()), torch.randn(vocab, 8, generator=generator())
     for target in (x.float(), None):
         whole = [t.double().requires_grad_() for t in (hidden, head)]
@@ -336,6 +355,33 @@ def check_labels(ranks: Ranks):
         loss = kullback.linear_divergence(*leaves, mine, labels=on_device, group=ranks.group, **weights)
         own = [expected[0].to(ranks.device), ranks.slice(expected[1], 0, cuts)]
         hold(ranks, loss, leaves, truth, own, torch.float32, "linear")
+
+
+def check_labels_alone(ranks: Ranks):
+    """A row without a label is not read, whatever it holds: collected from or not, and of a sequence in parts."""
+    labels = torch.arange(4 * ranks.world) % 6
+    labels[1] = -100
+    x = sample("logits", (4 * ranks.world, 30), generator(), torch.float64)
+    hidden, head = (torch.randn(n, 8, generator=generator(), dtype=torch.float64) for n in (4 * ranks.world, 30))
+    x[1] = hidden[1] = torch.nan
+    cuts = ranks.uneven(30)
+    for collects in (False, True):
+        whole, leaf = x.clone().requires_grad_(), ranks.slice(x, cuts=cuts).requires_grad_()
+        truth = kullback.divergence(whole, None, labels=labels)
+        gradients = torch.autograd.grad(truth, whole)
+        with kullback.collecting_statistics() if collects else contextlib.nullcontext():
+            loss = kullback.divergence(leaf, None, labels=labels.to(ranks.device), group=ranks.group)
+        hold(ranks, loss, [leaf], truth, [ranks.slice(gradients[0], cuts=cuts)], torch.float64, collects)
+        whole = [t.clone().requires_grad_() for t in (hidden, head)]
+        truth = kullback.linear_divergence(*whole, None, labels=labels)
+        expected = torch.autograd.grad(truth, whole)
+        part = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        leaves = [hidden[part].to(ranks.device).requires_grad_(), ranks.slice(head, 0, cuts).requires_grad_()]
+        options = {"labels": labels[part].to(ranks.device), "group": ranks.group, "sequence_dim": 0}
+        with kullback.collecting_statistics() if collects else contextlib.nullcontext():
+            loss = kullback.linear_divergence(*leaves, None, **options)
+        own = [expected[0][part].to(ranks.device), ranks.slice(expected[1], 0, cuts)]
+        hold(ranks, loss, leaves, truth, own, torch.float64, ("linear", collects))
 
 
 def check_topk(ranks: Ranks):
@@ -680,6 +726,16 @@ def check_dtensors(ranks: Ranks):
     assert relative_error(loss.full_tensor(), expected) < EXACT
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert relative_error(gradient.full_tensor(), torch.autograd.grad(expected, a)[0]) < EXACT
+    for placement, smoothing in itertools.product((Shard(0), Replicate()), (0.0, 0.1)):
+        leaf = distribute_tensor(x, mesh, [placement]).detach().requires_grad_()
+        options = {name: distribute_tensor(t, mesh, [placement]) for name, t in alone.items()}
+        b = distribute_tensor(y, mesh, [placement])
+        for target, of_whole in ((None, None), (b, y)):
+            expected = kullback.divergence(a, of_whole, label_smoothing=smoothing, **alone)
+            loss = kullback.divergence(leaf, target, label_smoothing=smoothing, **options)
+            assert relative_error(loss.full_tensor(), expected) < EXACT
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            assert relative_error(gradient.full_tensor(), torch.autograd.grad(expected, a)[0]) < EXACT
     tensors = models(torch.float64, (2 * ranks.world, 3))
     wide = [t.clone().requires_grad_() for t in tensors]
     for of_rows, reduction in itertools.product((Replicate(), Shard(0)), ("mean", "none")):
@@ -800,6 +856,7 @@ ROWS = [
     check_masked_rows,
     check_a_slice_of_nothing,
     check_labels,
+    check_labels_alone,
     check_topk,
     check_linear,
 ]

@@ -183,6 +183,23 @@ def test_a_row_without_ids_is_no_divergence(backend, device, generator, tail):
         assert torch.autograd.grad(loss.sum(), x)[0].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+@pytest.mark.parametrize("more", [{"divergence_weight": 0.5}, {"z_weight": 0.1}, {"labels": [3, 49, -100, 0]}])
+def test_a_row_without_ids_has_all_else_to_lose(backend, device, generator, tail, more):
+    x = sample("logits", (4, 50), generator, torch.float32)
+    entries = torch.zeros(4, 5, device=device), torch.full((4, 5), -1, device=device)
+    more = {name: torch.tensor(value, device=device) if name == "labels" else value for name, value in more.items()}
+    leaf, whole = x.to(device, copy=True).requires_grad_(), x.double().requires_grad_()
+    loss = kullback.topk_divergence(leaf, *entries, tail=tail, reduction="none", **more)
+    labels = more.get("labels")
+    truth = more.get("z_weight", 0.0) * whole.logsumexp(-1).square()
+    if labels is not None:
+        truth = truth + torch.nn.functional.cross_entropy(whole, labels.cpu(), reduction="none")
+    assert (loss.detach().cpu() - truth).abs().max() < 1e-5
+    (mine,), (expected,) = torch.autograd.grad(loss.sum(), leaf), torch.autograd.grad(truth.sum(), whole)
+    assert (mine.cpu() - expected).abs().max() < 1e-5
+
+
 def test_a_tail_that_rounds_to_nothing_is_finite(backend, device):
     """A confident teacher whose stored entries sum to 1, or to more."""
     x = torch.zeros(1, 1000, device=device, requires_grad=True)

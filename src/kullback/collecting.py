@@ -43,7 +43,7 @@ def collecting_statistics() -> Iterator[list[LossStatistics]]:
 
     Losses of probabilities are not collected. Under `torch.compile` and transforms of `torch.func` neither are
     `topk_divergence` and `divergence` of labels alone (`target=None`). `linear_divergence` of labels alone has 0 in
-    rows whose label is -100: these are not read.
+    rows whose label is -100, which are not read; so has `divergence` of them where ranks share the vocabulary.
 
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])

@@ -75,6 +75,8 @@ def kl_div(
     checks.check_flag("log_target", log_target)
     # "batchmean" divides by the input's own first dimension, also where it is broadcast: as torch.
     batch = input.size(0) if input.dim() else 1
+    wide = [tensor.dtype for tensor in (input, target) if tensor.dim()]  # a 0-d tensor promotes no other
+    dtype = wide[0] if len(wide) == 1 else torch.promote_types(input.dtype, target.dtype)
     if input.shape != target.shape:
         try:
             input, target = torch.broadcast_tensors(input, target)
@@ -83,7 +85,6 @@ def kl_div(
                 "input and target must have shapes that broadcast; "
                 f"got {checks.shape(input)} and {checks.shape(target)}"
             ) from None
-    dtype = torch.promote_types(input.dtype, target.dtype)
     if dtype.itemsize < 4 and checks.is_autocast(input):
         dtype = torch.float32
     forms = form, "log_probs" if log_target else "probs"
@@ -244,7 +245,7 @@ def divergence(
     checks.check_reduction(reduction, normalizer, input)
     checks.check_group(group, first_token, total_vocab)
     weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
-    checks.check_smoothing(label_smoothing, group is not None or sharded.is_dtensor(input))
+    checks.check_smoothing(label_smoothing, group is not None or sharded.shares_vocab(input))
     shard = WHOLE
     if group is not None:
         if valid_vocab == 0:  # a slice of padding alone
@@ -254,6 +255,8 @@ def divergence(
     tokens = vocab or input.size(-1)
     if labels is not None:
         labels = checks.labels(labels, input)
+        if form != "logits" and sharded.shares_vocab(input):
+            raise ValueError(f"labels beside DTensors that share their vocabulary are of logits; got form {form!r}")
         if group is not None:
             shard, tokens = parallel.slice_of(group, tokens, first_token, total_vocab)
         if not sharded.is_dtensor(labels):
@@ -270,7 +273,8 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            ours = ours + weighted_of_masses(weights, input, form, labels, tokens, reduced.row_weight, dtype)
+            own = parallel.values_at(input, labels, shard)
+            ours = ours + weighted_of_masses(weights, input, own, form, labels, tokens, reduced.row_weight, dtype)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:
@@ -292,8 +296,9 @@ def _without_target(
     Where a kernel reads such rows once: the labels' term, and the input's divergence from itself, of any kind, which is
     0 with gradients of 0. Elsewhere the kl from a one-hot teacher.
     """
-    is_whole = form == "logits" and options["group"] is None and not sharded.is_dtensor(input)
-    if collecting.is_collecting() and is_whole:  # of all rows, those without a label too
+    is_whole = form == "logits" and options["group"] is None and not sharded.shares_vocab(input)
+    is_dtensor = sharded.is_dtensor(input)
+    if collecting.is_collecting() and is_whole and not is_dtensor:  # of all rows, those without a label too
         of_input = {name: options[name] for name in ("temperature", "logit_scale", "softcap")}
         vocab = checks.valid_vocab(options["valid_vocab"], input, input)
         checks.check_tokens(labels, vocab or input.size(-1))
@@ -302,11 +307,11 @@ def _without_target(
         operands = Operands(input, input, None if weight is None else checks.row_weight(weight, input), labels)
         with collecting.apart(problem, operands):
             return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
-    is_read_once = is_whole and _is_read_once(input)
-    if not is_read_once and not (form == "logits" and collecting.is_collecting()):
+    is_read_once = is_whole and not is_dtensor and _is_read_once(input)
+    if not is_read_once:
         of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
         options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)
-    if is_read_once or (is_whole and label_smoothing):
+    if is_read_once or (is_whole and (label_smoothing or is_dtensor)):
         return divergence(
             input,
             input.detach(),
@@ -660,11 +665,13 @@ def linear_divergence(
         "softcap": softcap,
         "target_softcap": target_softcap,
     }
+    masks_later = False  # whether rows without a label are left out once each rank has all rows
     if target is None or divergence_weight == 0:
         checks.check_name("tail", tail, checks.TAILS)
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
-        if sequence_dim is None:
+        masks_later = sequence_dim is not None
+        if not masks_later:
             row_weight, normalizer = _of_labelled_rows(labels, input, row_weight, reduction, normalizer)
         own_weights, (target, target_indices) = _one_hot(labels, input, label_weight, label_smoothing)
         target_weight = target_bias = target_logit_scale = target_softcap = None
@@ -732,6 +739,8 @@ def linear_divergence(
         labels = None if labels is None else parallel.all_gather_rows(labels, sequence_dim, group)
         if target_indices is not None:
             target_indices = parallel.all_gather_rows(target_indices, sequence_dim, group)
+        if masks_later and labels is not None:
+            row_weight, normalizer = _of_labelled_rows(labels, hidden, row_weight, reduction, normalizer)
     rows = hidden.shape[:-1]
     ids, negligible = None, 0.0
     if target_indices is not None:

@@ -166,7 +166,7 @@ def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
     """As the teacher's ids alone would have been gathered: the label that is none of them is part of the tail."""
     k = teacher.ids.size(-1)
     if not (teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)):
-        return gathered[..., :k]
+        return in_torch.one_outcome(gathered[..., :k], teacher.ids)
     return torch.cat([gathered[..., :k], log_sum(gathered[..., k:])], -1)
 
 

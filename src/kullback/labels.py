@@ -72,6 +72,7 @@ def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
 def weighted_of_masses(
     weights: Weights,
     input: Tensor,
+    own: Tensor,
     form: str,
     labels: Tensor,
     tokens: int,
@@ -80,12 +81,13 @@ def weighted_of_masses(
 ) -> Tensor:
     """Of rows of probabilities or their logarithms, taken as they are: what labels add to losses, differentiable.
 
-    dtype: of the losses. A row of weight 0 is not read: 0 times its derivative may be NaN.
+    own: the labels' among them. dtype: of the losses. A row of weight 0 is not read: 0 times its derivative may be NaN.
     """
     has_label = counts(labels, labels)
     if row_weight is not None:
         has_label = has_label & (row_weight != 0)
-    own = input.gather(-1, torch.where(has_label, labels, 0).unsqueeze(-1)).squeeze(-1)
+    if weights.label == 0:  # times which an infinite logarithm is no number
+        return torch.zeros_like(own, dtype=kept_dtype(dtype))
     own = torch.where(has_label, own.to(kept_dtype(dtype)), 1.0)
     log_q = own.log() if form == "probs" else own
     if weights.smoothing:

@@ -193,6 +193,18 @@ def _own_labels(work: Rows) -> Tensor | None:
     return in_slice(row_vector(labels, math.prod(x.shape[:-1])), work.problem.shard.first_token, width)
 
 
+def values_at(input: Tensor, labels: Tensor, shard: Shard) -> Tensor:
+    """Of rows [..., tokens] the number at each one's label, whichever rank has it; its gradient is that rank's."""
+    width = input.size(-1)
+    here = in_slice(labels, shard.first_token, width) if shard.group else labels
+    # A rank that has no tokens has 0.
+    own = input.gather(-1, here.clamp(min=0).unsqueeze(-1)).squeeze(-1) if width else input.sum(-1)
+    if not shard.group:
+        return own
+    own = torch.where(here < 0, 0.0, own)
+    return torch.where(here < 0, all_gather(own.detach(), resolved(shard.group)).sum(0), own)
+
+
 def _pack(problem: Problem, record: RowStats | RowState) -> Tensor:
     return torch.stack(record[: len(fields(type(record), problem.formula.has_tilted_lse))])
 

@@ -33,6 +33,11 @@ def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def shares_vocab(tensor: Tensor) -> bool:
+    """Whether it is a DTensor of which each device has a slice of every row."""
+    return is_dtensor(tensor) and any(_is_shard(placement, tensor.dim() - 1) for placement in tensor.placements)
+
+
 class Driver(Protocol):
     """What differentiates rows: this module, or autograd.py."""
 

@@ -419,7 +419,10 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
         if labels is None:
             return losses
         tokens, form = problem.vocab or input.size(-1), problem.input.form
-        return losses + auxiliary.weighted_of_masses(problem.weights, input, form, labels, tokens, row_weight, dtype)
+        own = parallel.values_at(input, labels, problem.shard)
+        return losses + auxiliary.weighted_of_masses(
+            problem.weights, input, own, form, labels, tokens, row_weight, dtype
+        )
     wide, places = with_labels(teacher.ids, labels)
     gathered = without_unread_rows(GatherRows.apply(input, wide, problem, others_of(problem)), row_weight)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)

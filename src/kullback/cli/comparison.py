@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -272,21 +274,36 @@ def run(
             with _one_thread():
                 _note_rounding(comparison, 0, reference, part)
                 target_top = top_tokens(reference.values)
+            found = []
             for i, candidate in enumerate(reads):
                 with _one_thread():
                     _note_rounding(comparison, i + 1, candidate, part)
                     top = common(top_tokens(candidate.values), target_top)
-                comparison.reports[i].add(
-                    statistics(candidate, reference, labels, comparison.compat),
-                    block=comparison.block[part],
-                    group=None if comparison.group is None else comparison.group[part],
-                    row=told,
-                    top=top,
-                )
+                found.append((statistics(candidate, reference, labels, comparison.compat), top))
                 del candidate
+            block, group = comparison.block[part], None if comparison.group is None else comparison.group[part]
+            with _held_back():
+                for report, (figures, top) in zip(comparison.reports, found, strict=True):
+                    report.add(figures, block=block, group=group, row=told, top=top)
             tell(len(part) * world)
     except KeyboardInterrupt:
         comparison.interrupted = True
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """An interrupt that comes meanwhile is raised behind this: no candidate has rows that another lacks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    former = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if came:
+        raise KeyboardInterrupt
 
 
 def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: bool) -> RowStatistics:
