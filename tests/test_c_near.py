@@ -132,3 +132,14 @@ def test_equal_rows_lose_nothing(backend, generator):
         loss = kullback.divergence(leaf, x, kind, **kinds.parameters(kind))
         assert loss == 0
         assert torch.autograd.grad(loss, leaf)[0].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("offset", [1e3, -2e4])
+def test_16_bit_logits_that_lie_apart_by_an_offset(backend, generator, dtype, offset):
+    """Their difference has more digits than a float: what it is rounded by must not be lost."""
+    x = (0.02 * torch.randn(8, 4096, generator=generator)).to(dtype)
+    y = torch.full((8, 4096), offset).to(dtype)
+    for kind in ("kl", "jensen_shannon"):
+        losses = kullback.divergence(x, y, kind, reduction="none")
+        assert relative_error(losses, oracle.divergence(x.double(), y.double(), kind)) < 5e-6

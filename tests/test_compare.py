@@ -734,6 +734,12 @@ def test_an_interrupt_while_rows_are_added_comes_behind_them():
     with pytest.raises(KeyboardInterrupt):
         add()
     assert added
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        add()
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert len(added) == 2
 
 
 def test_an_interrupt_before_the_first_row(tmp_path, files, monkeypatch):

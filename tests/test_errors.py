@@ -152,6 +152,8 @@ def test_says_what_is_wrong(call, error, words):
         ),
         (lambda: kullback.divergence(X, X, row_weights=X), "did you mean 'row_weight'"),
         (lambda: kullback.divergence(X, X, sample_weight=X), "'sample_weight': row_weight has a weight"),
+        (lambda: kullback.divergence(X, X, "jensen_shannon", weight=0.3), "parameter of 'jensen_shannon' is beta"),
+        (lambda: kullback.LinearDivergenceLoss(target_indices=X), "target_indices comes with a call of the module"),
         (lambda: kullback.divergence(X, X, normaliser=3), "did you mean 'normalizer'"),
         (lambda: kullback.divergence(X, X, label=X), "did you mean 'labels'"),
         (lambda: kullback.divergence(X, X, target_ids=X), "'target_ids': target_indices are a top-k teacher's"),

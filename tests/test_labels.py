@@ -378,6 +378,9 @@ def test_a_label_without_mass_costs_infinitely_much_or_counts_nothing(backend, d
         assert kullback.divergence(x, None, label_weight=weight, **given) == math.inf
     assert kullback.divergence(x, None, label_weight=0.0, label_smoothing=0.1, **given) == 0
     assert kullback.divergence(x, x, label_weight=0.0, **given) == 0
+    leaf, entries = x.clone().requires_grad_(), (torch.zeros(1, 1, device=device), given["labels"].unsqueeze(-1))
+    nothing = kullback.topk_divergence(leaf, *entries, label_weight=0.0, divergence_weight=0.0, **given)
+    assert torch.autograd.grad(nothing, leaf)[0].count_nonzero() == 0
 
 
 @EVERY_BACKEND

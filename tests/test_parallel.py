@@ -344,6 +344,19 @@ def check_labels(ranks: Ranks):
             loss = kullback.divergence(leaf, None, labels=on_device, label_weight=0.3, **given)
         (gradient,) = torch.autograd.grad(truth.sum(), whole)
         hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, (form, target))
+        # and of a slice with padding, in which no label is to be found
+        tokens = leaf.size(-1)
+        leaf = torch.cat([leaf.detach(), torch.full_like(leaf.detach()[..., :3], 0.9)], -1).requires_grad_()
+        given["valid_vocab"] = tokens
+        if target == "entries":
+            loss = kullback.topk_divergence(leaf, *teacher, labels=on_device, **given, **weights)
+        elif target == "all":
+            padded = torch.cat([ranks.slice(other, cuts=cuts), torch.zeros_like(leaf[..., tokens:])], -1)
+            loss = kullback.divergence(leaf, padded.detach(), labels=on_device, **given, **weights)
+        else:
+            loss = kullback.divergence(leaf, None, labels=on_device, label_weight=0.3, **given)
+        own = torch.cat([ranks.slice(gradient, cuts=cuts), torch.zeros_like(leaf[..., tokens:])], -1)
+        hold(ranks, loss, [leaf], truth, [own.detach()], torch.float64, (form, target, "padded"))
     weights["z_weight"] = 1e-2
     hidden, head = torch.randn(2, 5, 8, generator=generator()), torch.randn(vocab, 8, generator=generator())
     for target in (x.float(), None):

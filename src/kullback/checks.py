@@ -134,7 +134,8 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
         if known is None or name != known.name:
             names = () if known is None else (known.name,)
             if name in words.ARGUMENTS:
-                raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}")
+                own = f"; the parameter of {kind!r} is {known.name}" if known is not None else ""
+                raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}{own}")
             if name in ARGUMENTS:
                 raise ValueError(f"there is no argument {name!r} of this function, only of others")
             raise ValueError(
@@ -674,7 +675,8 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     """Of a module: what is wrong with a kind, its parameter and options, whatever the tensors will be."""
     given = dict(options)
     params = {name: given.pop(name) for name in options if name not in known}
-    for name in ("row_weight", "labels", "normalizer"):
+    of_linear = ("weight", "bias", "target_weight", "target_bias", "target_indices") if known is LINEAR_OPTIONS else ()
+    for name in ("row_weight", "labels", "normalizer", *of_linear):
         if name in params:
             raise ValueError(f"{name} comes with a call of the module; it is no option that a module keeps")
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)

@@ -273,7 +273,7 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            own = parallel.values_at(input, labels, shard)
+            own = parallel.values_at(problem.narrow(input), labels, shard)
             ours = ours + weighted_of_masses(weights, input, own, form, labels, tokens, reduced.row_weight, dtype)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
@@ -298,6 +298,8 @@ def _without_target(
     """
     is_whole = form == "logits" and options["group"] is None and not sharded.shares_vocab(input)
     is_dtensor = sharded.is_dtensor(input)
+    if is_dtensor and form != "logits":
+        raise ValueError(f"labels alone of DTensors are of logits; got form {form!r}")
     if collecting.is_collecting() and is_whole and not is_dtensor:  # of all rows, those without a label too
         of_input = {name: options[name] for name in ("temperature", "logit_scale", "softcap")}
         vocab = checks.valid_vocab(options["valid_vocab"], input, input)

@@ -87,7 +87,7 @@ def weighted_of_masses(
     if row_weight is not None:
         has_label = has_label & (row_weight != 0)
     if weights.label == 0:  # times which an infinite logarithm is no number
-        return torch.zeros_like(own, dtype=kept_dtype(dtype))
+        return own.to(kept_dtype(dtype)).masked_fill(torch.ones_like(own, dtype=torch.bool), 0.0)
     own = torch.where(has_label, own.to(kept_dtype(dtype)), 1.0)
     log_q = own.log() if form == "probs" else own
     if weights.smoothing:

@@ -194,7 +194,7 @@ def _own_labels(work: Rows) -> Tensor | None:
 
 
 def values_at(input: Tensor, labels: Tensor, shard: Shard) -> Tensor:
-    """Of rows [..., tokens] the number at each one's label, whichever rank has it; its gradient is that rank's."""
+    """Of rows [..., tokens that count] the number at each one's label, whichever rank has it, whose gradient it is."""
     width = input.size(-1)
     here = in_slice(labels, shard.first_token, width) if shard.group else labels
     # A rank that has no tokens has 0.

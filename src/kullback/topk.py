@@ -419,7 +419,7 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
         if labels is None:
             return losses
         tokens, form = problem.vocab or input.size(-1), problem.input.form
-        own = parallel.values_at(input, labels, problem.shard)
+        own = parallel.values_at(problem.narrow(input), labels, problem.shard)
         return losses + auxiliary.weighted_of_masses(
             problem.weights, input, own, form, labels, tokens, row_weight, dtype
         )

@@ -293,17 +293,19 @@ def run(
 @contextmanager
 def _held_back() -> Iterator[None]:
     """An interrupt that comes meanwhile is raised behind this: no candidate has rows that another lacks."""
-    if threading.current_thread() is not threading.main_thread():
+    former = signal.getsignal(signal.SIGINT)
+    is_heard = threading.current_thread() is threading.main_thread() and callable(former)
+    if not is_heard:
         yield
         return
     came: list[int] = []
-    former = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, former)
-    if came:
-        raise KeyboardInterrupt
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: bool) -> RowStatistics:
