@@ -7,7 +7,7 @@ import torch
 from kullback.backends.cuda.logits import is_smooth
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, TOLERANCE, series
 from kullback.backends.near import (
-    LEAST_SHARE,
+    LEAST_TOLERANCE,
     MOST_SLOPE_TOLERANCE,
     NARROW,
     NEAR_TOLERANCE,
@@ -110,7 +110,7 @@ def test_polynomials_of_near_rows_are_the_divergence(kind, parameter, shape, rea
         ours_of_slope = (
             found.slope[0] * mpmath.sign(r) / 2 if corner else sum(c * r**k for k, c in enumerate(found.slope, 1))
         )
-        allowed = LEAST_SHARE + share**2
+        allowed = LEAST_TOLERANCE + share**2
         of_slope = SLOPE_TOLERANCE if len(found.slope) < reach.slope_counts[-1] else MOST_SLOPE_TOLERANCE
         assert abs(ours - term(p, q)) <= 1.01 * NEAR_TOLERANCE * allowed * term(p, q)
         assert abs(ours_of_slope - slope) <= 1.01 * of_slope * allowed * abs(slope)
