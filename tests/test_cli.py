@@ -258,6 +258,18 @@ def test_python_m():
     assert "check" in done.stdout
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
+@pytest.mark.parametrize("command", ["show kl", "export kernelbench"])
+def test_a_full_device_is_an_error_and_no_traceback(command):
+    with open("/dev/full", "w") as full:
+        line = [sys.executable, "-m", "kullback", *command.split()]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "Error: standard output cannot be written: No space left on device\n",
+    )
+
+
 def test_export_writes_a_file(tmp_path):
     path = tmp_path / "new.py"
     result = run("export", "kernelbench", "-o", str(path))

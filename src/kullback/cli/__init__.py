@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
+import os
 import sys
 
 
@@ -19,4 +21,10 @@ def main() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from kullback.cli.commands import app
 
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail again
+        sys.exit(f"Error: standard output cannot be written: {error.strerror}")
