@@ -72,8 +72,18 @@ def rooms():
     return "\n".join(lines)
 
 
+def by_level(needs):
+    """What each name needs -> lists of names, none before those that it needs: a circle is an error."""
+    sorter = graphlib.TopologicalSorter(needs)
+    sorter.prepare()
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        yield sorted(ready)
+        sorter.done(*ready)
+
+
 def arrows():
-    """Python's rooms, none before those that it imports: a circle is an error."""
+    """Python's rooms by what they import."""
     source = ROOT / "src/kullback"
     imported = {}
     for path in sorted(source.rglob("*.py")):
@@ -83,30 +93,23 @@ def arrows():
                 names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
                 imported.setdefault(room, set()).update({*names} - {room})
     del imported["__init__"]  # imports what is public, and nobody imports it
-    sorter = graphlib.TopologicalSorter(imported)
-    sorter.prepare()
     lines = ["| level | rooms |", "|---|---|"]
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready())
-        lines.append(f"| {len(lines) - 1} | {', '.join(f'`{name}`' for name in ready)} |")
-        sorter.done(*ready)
+    for level, names in enumerate(by_level(imported), 1):
+        lines.append(f"| {level} | {', '.join(f'`{name}`' for name in names)} |")
     return "\n".join(lines)
 
 
 def levels():
-    """The CUDA files, none before those that it includes."""
+    """The CUDA files by what they include."""
     source = ROOT / "src/kullback/backends"
     texts = {str(path.relative_to(source)): path.read_text(encoding="utf-8") for path in source.glob("cuda/**/*.cuh")}
 
-    @functools.cache
-    def level(name):
-        included = re.findall(r'^#include "(.*)"', texts.get(name, ""), re.M)
-        return 1 + max(map(level, included), default=0)
-
+    included = {name: re.findall(r'^#include "(.*)"', text, re.M) for name, text in texts.items()}
     lines = ["| level | file | what is in it |", "|---|---|---|"]
-    for name in sorted(texts, key=lambda name: (level(name), name)):
-        said = re.match(r"/\*(.*?)\*/", texts[name], re.S)[1].strip()
-        lines.append(f"| {level(name)} | `{name}` | {first_sentence(said)} |")
+    for level, names in enumerate(by_level(included), 1):
+        for name in filter(texts.get, names):
+            said = re.match(r"/\*(.*?)\*/", texts[name], re.S)[1].strip()
+            lines.append(f"| {level} | `{name}` | {first_sentence(said)} |")
     return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import kullback
 from kullback import compare
-from kullback.cli import comparison, evaluate
+from kullback.cli import comparison, evaluate, interrupts
 from kullback.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
@@ -727,7 +727,7 @@ def test_an_interrupt_while_rows_are_added_comes_behind_them():
     added = []
 
     def add():
-        with comparison._held_back():
+        with interrupts.held_back():
             signal.raise_signal(signal.SIGINT)
             added.append(1)
 

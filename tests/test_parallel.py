@@ -333,30 +333,24 @@ def check_labels(ranks: Ranks):
         whole, leaf = p.clone().requires_grad_(), ranks.slice(p, cuts=cuts).requires_grad_()
         options = {"form": form, "row_weight": labels != -100, "reduction": "none"}
         given = options | {"row_weight": on_device != -100, "group": ranks.group, **place}
-        if target == "entries":
-            truth = kullback.topk_divergence(whole, log_p, ids, labels=labels, **options, **weights)
-            loss = kullback.topk_divergence(leaf, *teacher, labels=on_device, **given, **weights)
-        elif target == "all":
-            truth = kullback.divergence(whole, other, labels=labels, **options, **weights)
-            loss = kullback.divergence(leaf, ranks.slice(other, cuts=cuts), labels=on_device, **given, **weights)
-        else:
-            truth = kullback.divergence(whole, None, labels=labels, label_weight=0.3, **options)
-            loss = kullback.divergence(leaf, None, labels=on_device, label_weight=0.3, **given)
+
+        def lose(input, all_of_target, entries, labels, target=target, **options):
+            if target == "entries":
+                return kullback.topk_divergence(input, *entries, labels=labels, **options, **weights)
+            if target == "all":
+                return kullback.divergence(input, all_of_target, labels=labels, **options, **weights)
+            return kullback.divergence(input, None, labels=labels, label_weight=0.3, **options)
+
+        truth = lose(whole, other, (log_p, ids), labels, **options)
         (gradient,) = torch.autograd.grad(truth.sum(), whole)
-        hold(ranks, loss, [leaf], truth, [ranks.slice(gradient, cuts=cuts)], torch.float64, (form, target))
+        other, own = ranks.slice(other, cuts=cuts), ranks.slice(gradient, cuts=cuts)
+        hold(ranks, lose(leaf, other, teacher, on_device, **given), [leaf], truth, [own], torch.float64, (form, target))
         # and of a slice with padding, in which no label is to be found
-        tokens = leaf.size(-1)
-        leaf = torch.cat([leaf.detach(), torch.full_like(leaf.detach()[..., :3], 0.9)], -1).requires_grad_()
-        given["valid_vocab"] = tokens
-        if target == "entries":
-            loss = kullback.topk_divergence(leaf, *teacher, labels=on_device, **given, **weights)
-        elif target == "all":
-            padded = torch.cat([ranks.slice(other, cuts=cuts), torch.zeros_like(leaf[..., tokens:])], -1)
-            loss = kullback.divergence(leaf, padded.detach(), labels=on_device, **given, **weights)
-        else:
-            loss = kullback.divergence(leaf, None, labels=on_device, label_weight=0.3, **given)
-        own = torch.cat([ranks.slice(gradient, cuts=cuts), torch.zeros_like(leaf[..., tokens:])], -1)
-        hold(ranks, loss, [leaf], truth, [own.detach()], torch.float64, (form, target, "padded"))
+        padding = torch.zeros_like(own[..., :3])
+        padded = torch.cat([leaf.detach(), padding + 0.9], -1).requires_grad_()
+        other, own = (torch.cat([t, padding], -1) for t in (other, own))
+        loss = lose(padded, other, teacher, on_device, **given, valid_vocab=leaf.size(-1))
+        hold(ranks, loss, [padded], truth, [own], torch.float64, (form, target, "padded"))
     weights["z_weight"] = 1e-2
     hidden, head = torch.randn(2, 5, 8, generator=generator()), torch.randn(vocab, 8, generator=generator())
     for target in (x.float(), None):

@@ -665,18 +665,17 @@ LINEAR_OPTIONS = (
     *("chunk_rows", "logits_dtype"),
     *("group", "first_token", "total_vocab", "sequence_dim"),
 )
-# Of any function
-ARGUMENTS = dict.fromkeys((*DENSE_OPTIONS, *LINEAR_OPTIONS)) | dict.fromkeys(
-    ("target_values", "target_indices", "target_weight", "bias", "target_bias", "row_weight", "labels", "normalizer")
-)
+# What comes with a call of a module; and all that some function has
+OF_CALL = ("row_weight", "labels", "normalizer")
+OF_LINEAR_CALL = (*OF_CALL, "target_indices", "target_weight", "bias", "target_bias")
+ARGUMENTS = dict.fromkeys((*DENSE_OPTIONS, *LINEAR_OPTIONS, *OF_LINEAR_CALL, "target_values"))
 
 
 def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Of a module: what is wrong with a kind, its parameter and options, whatever the tensors will be."""
     given = dict(options)
     params = {name: given.pop(name) for name in options if name not in known}
-    of_linear = ("weight", "bias", "target_weight", "target_bias", "target_indices") if known is LINEAR_OPTIONS else ()
-    for name in ("row_weight", "labels", "normalizer", *of_linear):
+    for name in (*OF_LINEAR_CALL, "weight") if known is LINEAR_OPTIONS else OF_CALL:
         if name in params:
             raise ValueError(f"{name} comes with a call of the module; it is no option that a module keeps")
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)

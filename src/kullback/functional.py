@@ -15,7 +15,6 @@ from kullback.choices import ElementwiseForm, ElementwiseReduction, Form, Reduct
 from kullback.divergences import Kind
 from kullback.forms import FORMS
 from kullback.gathered import gather
-from kullback.labels import weighted_of_masses
 from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
@@ -273,8 +272,7 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            own = parallel.values_at(problem.narrow(input), labels, shard)
-            ours = ours + weighted_of_masses(weights, input, own, form, labels, tokens, reduced.row_weight, dtype)
+            ours = ours + parallel.of_labels(problem, weights, input, labels, reduced.row_weight, dtype)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:
@@ -300,7 +298,8 @@ def _without_target(
     is_dtensor = sharded.is_dtensor(input)
     if is_dtensor and form != "logits":
         raise ValueError(f"labels alone of DTensors are of logits; got form {form!r}")
-    if collecting.is_collecting() and is_whole and not is_dtensor:  # of all rows, those without a label too
+    is_plain = is_whole and not is_dtensor
+    if collecting.is_collecting() and is_plain:  # of all rows, those without a label too
         of_input = {name: options[name] for name in ("temperature", "logit_scale", "softcap")}
         vocab = checks.valid_vocab(options["valid_vocab"], input, input)
         checks.check_tokens(labels, vocab or input.size(-1))
@@ -309,7 +308,7 @@ def _without_target(
         operands = Operands(input, input, None if weight is None else checks.row_weight(weight, input), labels)
         with collecting.apart(problem, operands):
             return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
-    is_read_once = is_whole and not is_dtensor and _is_read_once(input)
+    is_read_once = is_plain and _is_read_once(input)
     if not is_read_once:
         of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
         options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)

@@ -69,13 +69,17 @@ def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
     return torch.where(labels == IGNORED, IGNORED, torch.where((here >= 0) & (here < width), here, -1))
 
 
+def at_labels(x: Tensor, labels: Tensor) -> Tensor:
+    """Of rows [..., tokens] the number at each one's label: any where that is none, and 0 where there are no tokens."""
+    return x.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) if x.size(-1) else x.sum(-1)
+
+
 def weighted_of_masses(
     weights: Weights,
     input: Tensor,
     own: Tensor,
     form: str,
     labels: Tensor,
-    tokens: int,
     row_weight: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -83,15 +87,15 @@ def weighted_of_masses(
 
     own: the labels' among them. dtype: of the losses. A row of weight 0 is not read: 0 times its derivative may be NaN.
     """
+    if weights.label == 0:  # times which an infinite logarithm is no number
+        return own.to(kept_dtype(dtype)).masked_fill(torch.ones_like(own, dtype=torch.bool), 0.0)
     has_label = counts(labels, labels)
     if row_weight is not None:
         has_label = has_label & (row_weight != 0)
-    if weights.label == 0:  # times which an infinite logarithm is no number
-        return own.to(kept_dtype(dtype)).masked_fill(torch.ones_like(own, dtype=torch.bool), 0.0)
     own = torch.where(has_label, own.to(kept_dtype(dtype)), 1.0)
     log_q = own.log() if form == "probs" else own
     if weights.smoothing:
-        values = torch.where(has_label.unsqueeze(-1), input[..., :tokens].to(own.dtype), 1.0)
+        values = torch.where(has_label.unsqueeze(-1), input.to(own.dtype), 1.0)
         mean = (values.log() if form == "probs" else values).mean(-1)
         log_q = (1 - weights.smoothing) * log_q + weights.smoothing * mean
     loss = torch.where(has_label, -weights.label * log_q, 0.0)

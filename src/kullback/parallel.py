@@ -24,8 +24,8 @@ from torch import distributed as dist
 from kullback import backends
 from kullback.backends.pytorch import entropy, label_logits
 from kullback.backends.pytorch import topk as in_torch
-from kullback.labels import in_slice, losses
-from kullback.problem import WHOLE, Problem, Shard, kept_dtype
+from kullback.labels import at_labels, in_slice, losses, weighted_of_masses
+from kullback.problem import WHOLE, Problem, Shard, Weights, kept_dtype
 from kullback.state import (
     RowState,
     RowStats,
@@ -193,16 +193,22 @@ def _own_labels(work: Rows) -> Tensor | None:
     return in_slice(row_vector(labels, math.prod(x.shape[:-1])), work.problem.shard.first_token, width)
 
 
-def values_at(input: Tensor, labels: Tensor, shard: Shard) -> Tensor:
-    """Of rows [..., tokens that count] the number at each one's label, whichever rank has it, whose gradient it is."""
-    width = input.size(-1)
-    here = in_slice(labels, shard.first_token, width) if shard.group else labels
-    # A rank that has no tokens has 0.
-    own = input.gather(-1, here.clamp(min=0).unsqueeze(-1)).squeeze(-1) if width else input.sum(-1)
-    if not shard.group:
-        return own
-    own = torch.where(here < 0, 0.0, own)
-    return torch.where(here < 0, all_gather(own.detach(), resolved(shard.group)).sum(0), own)
+def of_labels(
+    problem: Problem,
+    weights: Weights,
+    input: Tensor,
+    labels: Tensor,
+    row_weight: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weighted_of_masses` of rows [..., vocab], whichever rank has the labels' tokens, and the gradient of each."""
+    values, shard = problem.narrow(input), problem.shard
+    here = in_slice(labels, shard.first_token, values.size(-1)) if shard.group else labels
+    own = at_labels(values, here)
+    if shard.group:
+        others = all_gather(torch.where(here < 0, 0.0, own.detach()), resolved(shard.group)).sum(0)
+        own = torch.where(here < 0, others, own)
+    return weighted_of_masses(weights, values, own, problem.input.form, labels, row_weight, dtype)
 
 
 def _pack(problem: Problem, record: RowStats | RowState) -> Tensor:

@@ -269,7 +269,7 @@ def gathered_dtype(problem: Problem, tensor: Tensor) -> torch.dtype:
 
 
 def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    return kept_dtype(torch.promote_types(x.dtype, y.dtype))
 
 
 @functools.lru_cache(maxsize=1024)

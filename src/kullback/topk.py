@@ -418,11 +418,7 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
             losses = per_row(alone, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
         if labels is None:
             return losses
-        tokens, form = problem.vocab or input.size(-1), problem.input.form
-        own = parallel.values_at(problem.narrow(input), labels, problem.shard)
-        return losses + auxiliary.weighted_of_masses(
-            problem.weights, input, own, form, labels, tokens, row_weight, dtype
-        )
+        return losses + parallel.of_labels(problem, problem.weights, input, labels, row_weight, dtype)
     wide, places = with_labels(teacher.ids, labels)
     gathered = without_unread_rows(GatherRows.apply(input, wide, problem, others_of(problem)), row_weight)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)

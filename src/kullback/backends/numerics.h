@@ -1,8 +1,8 @@
 /* Operations of formula.py that C and CUDA share, and softcaps. Each of the prefixes has every operation that a kind may be printed
    with, so that a new kind compiles. Wanted before it: real, REAL_IS_DOUBLE, SMALLEST_NORMAL, INLINE, REAL_INFINITY,
    UNROLL_LOOP, to_bits (unsigned), real_fma, real_copysign, safe_ abs, exp, expm1, log, log1p, sqrt, the in_range_ ones of division
-   and exp, log_correction; mass_exp in float. Every selection is a conditional between values already computed, so that a C compiler can vectorise it. Series are minimax fits
-   (float) or Taylor (double); docs/numerics.md says how they were made. */
+   and exp, log_correction; mass_exp in float. Every selection is a conditional between values already computed, so that a C
+   compiler can vectorise it. Series are minimax fits (float) or Taylor (double); docs/numerics.md says how they were made. */
 
 INLINE real safe_select_near(real x, real bound, real near, real far)
 {

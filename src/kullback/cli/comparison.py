@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
+from kullback.cli.interrupts import held_back
 from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source, name_of
 from kullback.compare import LEAST_BLOCKS, Report, common, paired, top_tokens
 from kullback.problem import IGNORED
@@ -282,30 +281,12 @@ def run(
                 found.append((statistics(candidate, reference, labels, comparison.compat), top))
                 del candidate
             block, group = comparison.block[part], None if comparison.group is None else comparison.group[part]
-            with _held_back():
+            with held_back():  # no candidate has rows that another lacks
                 for report, (figures, top) in zip(comparison.reports, found, strict=True):
                     report.add(figures, block=block, group=group, row=told, top=top)
             tell(len(part) * world)
     except KeyboardInterrupt:
         comparison.interrupted = True
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """An interrupt that comes meanwhile is raised behind this: no candidate has rows that another lacks."""
-    former = signal.getsignal(signal.SIGINT)
-    is_heard = threading.current_thread() is threading.main_thread() and callable(former)
-    if not is_heard:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: bool) -> RowStatistics:

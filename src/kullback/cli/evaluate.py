@@ -7,9 +7,7 @@ import json
 import math
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from rich.table import Table
 
 from kullback.cli import comparison as comparison_module
 from kullback.cli import html, runs, tables
+from kullback.cli.interrupts import uninterrupted
 from kullback.cli.options import one_of, writable, writable_folder
 
 INCOMPLETE, USAGE, MISMATCH, INTERRUPTED = 1, 2, 3, 130
@@ -206,7 +205,7 @@ def compare(
             _refuse(error)
     if not comparison_module.gather(planned, rank, world):
         return
-    with _uninterrupted():
+    with uninterrupted():  # what was read is reported
         try:
             found = comparison_module.result(planned, worst)
         except runs.MismatchError as error:
@@ -240,20 +239,6 @@ def _write(option: str, path: Path, write: Callable[[Path], Any]) -> bool:
         typer.echo(f"Error: {option}: {path} could not be written: {error}", err=True)
         return False
     return True
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """What was read is reported, though an interrupt come while it is. A second one ends that, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, former))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 SHOWN_WORST = 5

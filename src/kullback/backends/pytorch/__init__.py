@@ -222,11 +222,9 @@ class Chunk:
 
 def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of rows [rows, vocab] of logits, as they count; 0 where there is none here. dtype: as of `compute_dtype`."""
-    if not x.size(1):
-        return x.new_zeros(x.size(0), dtype=accumulator(x))
     # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.
     dtype = dtype or compute_dtype(x, x)
-    own = capped(x.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1).to(dtype), side.softcap)
+    own = capped(auxiliary.at_labels(x, labels).to(dtype), side.softcap)
     scale = inverse_temperature(side, dtype == torch.float64)
     return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 

@@ -13,15 +13,7 @@ from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_p
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
-from kullback.problem import (
-    Problem,
-    accumulator,
-    capped,
-    compute_dtype,
-    has_corner,
-    inverse_temperature,
-    softcap_grad,
-)
+from kullback.problem import Problem, accumulator, capped, compute_dtype, has_corner, inverse_temperature, softcap_grad
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
