@@ -526,3 +526,16 @@ def test_the_entropy_of_sharp_rows(backend, device, generator, temperature):
     expected = -(log_q.exp() * log_q.clamp(min=-1e4)).sum(-1)
     found = kullback.row_statistics(x.to(device), temperature=temperature).entropy.cpu().double()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "c", "emulated"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_entropy_of_sure_rows(backend, dtype, generator):
+    """Of a token that has all but 1e-2 to 1e-11 of its row no digit of the rest is lost."""
+    x, y = (sample("logits", (40, 301), generator, dtype) for _ in range(2))
+    for side in (x, y):
+        side[torch.arange(40), torch.arange(40)] = torch.linspace(12, 32, 40).to(dtype)
+    found = kullback.row_statistics(x, y)
+    expected = definitions(x, y)
+    for name in ("entropy", "target_entropy", "cross_entropy"):
+        torch.testing.assert_close(getattr(found, name).double(), expected[name], rtol=3e-6, atol=0, msg=name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kullback import backends, parallel
-from kullback.backends.pytorch import entropy, label_logits
+from kullback.backends.pytorch import entropy_of, entropy_parts, label_logits
 from kullback.labels import in_slice
 from kullback.problem import Problem, accumulator, capped, inverse_temperature
 from kullback.tracing import in_functorch, is_traced
@@ -143,10 +143,10 @@ def _in_operators(problem: Problem, x: Tensor) -> Tensor:
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
         lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
-    of_rows = entropy(problem, x, lse)
+    parts = entropy_parts(problem, x, lse)
     if group:
-        of_rows = parallel.all_gather(of_rows, parallel.resolved(group)).sum(0)
-    return torch.stack([lse, of_rows])
+        parts = parallel.all_gather(parts, parallel.resolved(group)).sum(0)
+    return torch.stack([lse, entropy_of(parts)])
 
 
 @contextlib.contextmanager

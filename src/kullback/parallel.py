@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
-from kullback.backends.pytorch import entropy, label_logits
+from kullback.backends.pytorch import entropy_of, entropy_parts, label_logits
 from kullback.backends.pytorch import topk as in_torch
 from kullback.labels import at_labels, in_slice, losses, weighted_of_masses
 from kullback.problem import WHOLE, Problem, Shard, Weights, kept_dtype
@@ -109,9 +109,9 @@ def _rows(work: Rows) -> None:
         loss, state = _whole_rows(work)
         if work.figures is not None:
             x = problem.narrow(as_rows(work.input))
-            part = entropy(problem, x, state.input_lse)
+            parts = entropy_parts(problem, x, state.input_lse)
             work.figures[0] = state.input_lse
-            work.figures[1] = all_gather(part, resolved(problem.shard.group)).sum(0)
+            work.figures[1] = entropy_of(all_gather(parts, resolved(problem.shard.group)).sum(0))
             if work.row_weight is not None:
                 work.figures.masked_fill_(row_vector(work.row_weight, loss.size(0)) == 0, 0.0)
         known = _pack(problem, state) if state_fields(problem) else None

@@ -20,6 +20,7 @@ from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, mer
 from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work, weighted
 
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
+LOG_HALF = -0.69  # of the mass of a token that has more than half of its row
 CPU_CHUNK = 1 << 19
 DEVICE_CHUNK = 1 << 25
 
@@ -183,8 +184,8 @@ class Chunk:
 
     def entropy(self, lse: Tensor) -> Tensor:
         """Of the input, whose log-sum-exp is known."""
-        parts = (entropy(self.problem, self.x[:, part], lse) for part in self.slices)
-        return sum(parts, torch.zeros_like(lse))
+        parts = (entropy_parts(self.problem, self.x[:, part], lse) for part in self.slices)
+        return entropy_of(sum(parts, lse.new_zeros((2, lse.size(0)))))
 
     def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
@@ -229,12 +230,22 @@ def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | Non
     return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 
 
-def entropy(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
-    """What these tokens of rows of logits have of it."""
+def entropy_parts(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
+    """[2, rows], of these tokens of rows of logits: their mass, and -Σ q log q, which add up over a row's tokens.
+
+    A token that has more than half of its row is left out: what its logarithm is rounded by may be more than the rest.
+    """
     side, dtype = problem.input, compute_dtype(x, x)
     scale = inverse_temperature(side, dtype == torch.float64)
     reference, rest = parts_of_lse(lse, scale, dtype)
     logs = (capped(x.to(dtype), side.softcap) - reference.unsqueeze(-1)).mul_(scale).sub_(rest.unsqueeze(-1))
-    masses = logs.exp()
-    found = -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)
-    return found.clamp_(min=0).to(lse.dtype)  # a log-sum-exp may be rounded to less than its largest term
+    masses = logs.exp().masked_fill_(logs > LOG_HALF, 0)
+    mass = masses.sum(-1)
+    return torch.stack([mass, -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)]).to(lse.dtype)
+
+
+def entropy_of(parts: Tensor) -> Tensor:
+    """Of whole rows: a token that was left out has what the others do not."""
+    others, of_others = parts.unbind()
+    left = torch.where(others < 0.5, others, 0.0)
+    return of_others + (left - 1) * torch.log1p(-left)
