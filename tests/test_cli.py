@@ -270,6 +270,21 @@ def test_a_full_device_is_an_error_and_no_traceback(command):
     )
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
+def test_a_full_output_is_named():
+    result = run("export", "kernelbench", "-o", "/dev/full")
+    assert result.exit_code == 2
+    assert "Error: --output: /dev/full could not be written" in result.output
+
+
+def test_info_shows_any_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c[red]x[/b]"))
+    for option in ((), ("--clear-cache",)):
+        result = run("info", *option)
+        assert result.exit_code == 0, result.output
+        assert "c[red]x[/b]" in "".join(result.output.split())
+
+
 def test_export_writes_a_file(tmp_path):
     path = tmp_path / "new.py"
     result = run("export", "kernelbench", "-o", str(path))

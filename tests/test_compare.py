@@ -5,6 +5,7 @@ The oracle knows softmax and logarithms alone: nothing of ours makes what is exp
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 import kullback
 from kullback import compare
-from kullback.cli import comparison, evaluate, interrupts
+from kullback.cli import comparison, evaluate, interrupts, tables
 from kullback.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
@@ -228,6 +229,14 @@ def test_errors_are_of_blocks_and_cover():
     assert found["standard_error"] > 3 * found["error_if_independent"]
 
 
+def test_intervals_of_few_blocks_cover():
+    """Of ten normal means, in 95 of 100 cases; percentiles of resamples as they are do in 90."""
+    means = np.random.default_rng(1).normal(size=(400, 10))
+    intervals = [compare.Blocks(torch.arange(10)).mean(torch.as_tensor(values))["interval"] for values in means]
+    covered = np.mean([low <= 0 <= high for low, high in intervals])
+    assert 0.93 <= covered <= 0.97
+
+
 def test_no_interval_below_ten_blocks(pair):
     reference, candidate, labels, block = rows_of(pair)
     for count, has in ((9, False), (10, True)):
@@ -428,6 +437,22 @@ def test_hidden_states_of_vllm(tmp_path, hidden):
     assert each["kl"]["mean"] == pytest.approx(kl.mean(), rel=1e-6)
 
 
+def test_a_cut_prompt_of_vllm_costs_its_own_rows_alone(tmp_path, hidden):
+    reference, candidate, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    for name, states in (("a", reference), ("b", candidate)):
+        write_prompts(tmp_path / name, states, tokens, head, range(WINDOWS))
+    first = sorted(range(WINDOWS), key=lambda i: tokens[i].tolist())[0]
+    file = next(f for f in (tmp_path / "b").glob(f"{first}.*"))
+    file.write_bytes(file.read_bytes()[: -2 * HIDDEN * 4 - 1])  # the last four rows, and one byte
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b", code=1)
+    kl = kl_rows(logits_of(reference, head), logits_of(candidate, head))
+    has = np.ones_like(kl, dtype=bool)
+    has[first, found["rows_read"] - ROWS :] = False
+    assert ROWS - 6 <= found["rows_read"] < ROWS
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl[has].mean(), rel=1e-6)
+
+
 def test_hidden_states_before_the_norm_are_refused(tmp_path, hidden):
     reference, _, head, tokens = hidden
     tokens = likely(reference, head, tokens)
@@ -599,6 +624,52 @@ def floats(file):
     raise AssertionError
 
 
+@pytest.mark.parametrize("vocab", [80, 60])
+def test_a_part_of_a_base_files_vocabulary(tmp_path, vocab):
+    """Its probabilities are of the first tokens alone, though the last have nearly all of some rows."""
+    _, at_floor, _ = read_kld(FIXTURE / "base.kld")
+    tokens = np.random.default_rng(0).integers(0, vocab, (16, 15))
+    label = tokens[:, 8:].reshape(-1)
+    hidden, weight = (floats(np.fromfile(FIXTURE / f"base-run/{name}.safetensors", np.uint8))
+                      for name in ("rows-00001-of-00001", "head"))  # fmt: skip
+    logits = hidden.reshape(16, 15, -1)[:, 8:].reshape(112, -1) @ weight.T
+    assert np.exp(log_softmax(logits))[:, vocab:].sum(-1).max() > 0.9
+    save_file({"logits": logits, "labels": label}, tmp_path / "logits.safetensors")
+    files = write_base(tmp_path, tokens), tmp_path / "logits.safetensors"
+    rows = tmp_path / "rows.safetensors"
+    (each,) = found_by(tmp_path, *files, "--valid-vocab", vocab, "--rows", rows)["candidates"]
+    assert 0 <= each["kl"]["min"] <= each["kl"]["mean"] < 2e-5
+    truth = log_softmax(logits[:, :vocab])[np.arange(112), label]
+    is_known = ~at_floor[np.arange(112), label]
+    assert floats_of(rows, "label_log_prob") == pytest.approx(truth, rel=1e-6)
+    assert floats_of(rows, "target_label_log_prob")[is_known] == pytest.approx(truth[is_known], abs=1e-3)
+
+
+def write_base(folder, tokens):
+    """The fixture's rows with other labels: windows of 16 tokens, of which row 8 to 14 are there."""
+    whole = (FIXTURE / "base.kld").read_bytes()
+    begins = np.zeros((16, 1), np.int32)
+    given = np.concatenate([begins, tokens.astype(np.int32)], 1)
+    assert given.nbytes == 4 * 256
+    path = folder / "base.kld"
+    path.write_bytes(whole[:20] + given.tobytes() + whole[20 + given.nbytes :])
+    return path
+
+
+def test_rows_of_a_base_file_that_are_no_numbers(tmp_path):
+    """By llama.cpp's own formula, too, which leaves out small probabilities."""
+    whole, width = bytearray((FIXTURE / "base.kld").read_bytes()), 2 * (2 * ((87 + 1) // 2) + 4)
+    start = len(whole) - 112 * width
+    whole[start + 5 * width : start + 5 * width + 4] = struct.pack("<f", math.nan)
+    (tmp_path / "nan.kld").write_bytes(whole)
+    for compat in ([], ["--compat", "llama.cpp"]):
+        found = found_by(tmp_path, tmp_path / "nan.kld", FIXTURE / "candidate-run", *compat)
+        each = found["candidates"][0]
+        assert (each["rows"], each["rows_not_numbers"]) == (111, 1)
+        assert each["kl"]["min"] > 0
+        assert any("1 rows are not numbers (NaN) in candidate-run" in warning for warning in found["warnings"])
+
+
 def test_two_base_files_share_one_bucket(tmp_path):
     files = FIXTURE / "base.kld", FIXTURE / "candidate.kld"
     found = found_by(tmp_path, *files, "--rows", tmp_path / "rows.safetensors")
@@ -645,6 +716,56 @@ def test_what_would_be_written_over_or_is_no_token_is_refused(tmp_path):
     result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
     assert result.exit_code == 3
     assert "must lie from 0 to 19; got 25" in " ".join(result.output.split())
+
+
+def test_no_head_is_written_over(tmp_path, hidden):
+    """That of a single file of hidden states lies beside it."""
+    reference, _, head, tokens = hidden
+    write_prompts(tmp_path / "a", reference[:1], likely(reference, head, tokens)[:1], head, ["one"])
+    (file,) = (f for f in (tmp_path / "a").glob("*.safetensors") if f.name != "head.safetensors")
+    before = (tmp_path / "a/head.safetensors").read_bytes()
+    result = run(file, file, "--rows", tmp_path / "a/head.safetensors")
+    assert result.exit_code == 2
+    assert "it would be written over" in " ".join(result.output.split())
+    assert (tmp_path / "a/head.safetensors").read_bytes() == before
+
+
+def test_outputs_of_odd_names_and_places(tmp_path, files):
+    """Names as long as a folder takes; a path that is not UTF-8, in reports; files that may be written and not read."""
+    long = tmp_path / ("模" * 83 + ".json")
+    odd = tmp_path / os.fsdecode(b"caf\xe9.safetensors")
+    shutil.copy(files[1], odd)
+    (tmp_path / "old.md").write_text("old")
+    (tmp_path / "old.md").chmod(0o200)
+    outputs = ["--json", long, "--html", tmp_path / "a.html", "--markdown", tmp_path / "old.md"]
+    done = in_process(files[0], odd, *outputs)
+    assert done.returncode == 0, done.stderr
+    assert b"caf?.safetensors" in done.stdout
+    assert json.loads(long.read_text())["candidates"][0]["name"] == "caf?.safetensors"
+    assert "KL divergence" in (tmp_path / "old.md").read_bytes().decode()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def in_process(*arguments, **environment):
+    command = [sys.executable, "-m", "kullback", "compare", *arguments]
+    more = {"PYTHONPATH": str(ROOT / "src")} | environment
+    return subprocess.run(command, env=os.environ | more, capture_output=True, check=False)
+
+
+def test_a_terminal_without_unicode():
+    done = in_process(FIXTURE / "base.kld", FIXTURE / "candidate-run", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert b"95 % interval" in done.stdout
+
+
+def test_a_file_cut_in_half_is_cut_whatever_its_tensors(tmp_path):
+    """Though one of them lacks more rows than a wrong header would."""
+    logits = torch.randn(3, 1500, 4)
+    save_torch({f"w{i}": each for i, each in enumerate(logits)}, tmp_path / "a.safetensors")
+    whole = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(whole[: len(whole) // 2])
+    found = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors", code=1)
+    assert 2200 < found["rows_read"] < 2260
 
 
 def test_a_cut_base_file(tmp_path):
@@ -819,6 +940,16 @@ def test_scored_positions(tmp_path, files, pair, score, first):
     assert run(*files, "--score", "99:").exit_code == 3
 
 
+def test_scored_positions_are_of_whoever_has_the_text(tmp_path, files, pair):
+    """A reference without tokens has rows, and no windows."""
+    reference, candidate, _ = pair
+    save_file({"logits": reference.reshape(ROWS, VOCAB)}, tmp_path / "flat.safetensors")
+    found = found_by(tmp_path, tmp_path / "flat.safetensors", files[1], "--score", "half")
+    assert found["first_position"] == WINDOW // 2
+    expected = kl_rows(reference, candidate)[:, WINDOW // 2 :].mean()
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_windows_whose_last_position_has_no_logits(tmp_path, pair):
     """Beside those that have them: the same rows are compared, and half of a window is of its tokens."""
     draw = np.random.default_rng(4)
@@ -988,6 +1119,37 @@ def test_rows_that_one_file_lacks_count_for_none(tmp_path):
     assert any(f"{16 * 8} more rows of the reference are not in" in warning for warning in found["warnings"])
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_candidates_that_lack_what_others_have(tmp_path, pair, order):
+    """One whose rows of a group, and of all labels, are not numbers, beside one that has them."""
+    reference, candidate, tokens = pair
+    labels, group = np.full((WINDOWS, WINDOW - 1), -100), np.repeat(np.arange(10, 10 + WINDOWS // 2), 2)
+    labels[:2] = tokens[:2, 1:]
+    odd = candidate.copy()
+    odd[:2] = np.nan
+    for i, logits in enumerate((reference, candidate, odd)):
+        held = {"logits": logits, "labels": labels.reshape(-1).astype(np.int64), "group": group}
+        save_file(held, tmp_path / f"{i}.safetensors")
+    paths = [tmp_path / f"{i}.safetensors" for i in (0, *order)]
+    outputs = ["--rows", tmp_path / "rows.safetensors", "--markdown", tmp_path / "a.md", "--floor", paths[2]]
+    found = found_by(tmp_path, *paths, *outputs, "--html", tmp_path / "a.html")
+    by_name = {each["name"]: each for each in found["candidates"]}
+    assert list(by_name["1.safetensors"]["by_group"]) == [str(i) for i in range(10, 16)]
+    assert list(by_name["2.safetensors"]["by_group"]) == [str(i) for i in range(11, 16)]
+    text = (tmp_path / "a.md").read_text()
+    assert re.search(r"^\| 10 \| 16 \|", text, re.M)
+    assert "The text's own tokens" in text
+    assert f"{ROWS} rows of {VOCAB} tokens in {WINDOWS} windows" in text
+    (note,) = (warning for warning in found["warnings"] if "not numbers" in warning)
+    assert ("2.safetensors" in note, "1.safetensors" in note) == (True, False)
+    assert ("the floor" in note) == (order == (1, 2))
+    assert sorted(set(floats_of(tmp_path / "rows.safetensors", "1.safetensors.group"))) == [*range(10, 16)]
+    (of_pair,) = found["differences"]
+    both = kl_rows(reference, candidate)[2:].mean()
+    assert (of_pair["mean"], both > 0) == (pytest.approx(0, abs=1e-6), True)
+    assert all(row["kl"] is not None for each in found["candidates"] for row in each["worst"])
+
+
 def test_ranks_share_rows(tmp_path, files):
     alone = found_by(tmp_path, *files)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -1133,6 +1295,37 @@ def test_the_terminal_is_wide_enough(monkeypatch, files):
     means = [line.split()[2:] for line in lines if line.startswith("mean KLD")]
     assert len(means) > 1
     assert [mean for line in means for mean in line] == [means[0][0]] * 6
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_cuts_no_number(monkeypatch, files, width):
+    from rich.console import Console
+
+    monkeypatch.setattr(evaluate, "console", lambda: Console(width=width))
+    output = run(*files, files[0]).output
+    before = output[: output.index("KLD in nats")]
+    assert max(map(len, before.splitlines()[5:])) <= width
+    json_path = files[0].with_name("found.json")
+    run(*files, files[0], "--json", json_path)
+    for each in json.loads(json_path.read_text())["candidates"]:
+        assert each["name"] in before.replace("\n", "")
+        for number in (each["kl"]["mean"], each["kl"]["median"], *(each["kl"]["interval"] or ())):
+            assert tables.number(number) in before
+
+
+def test_markdown_shows_tokens_as_they_are():
+    row = {
+        "row": 0,
+        "kl": 1.0,
+        "context": "<s> a|b\n`c`",
+        "label_text": "\\",
+        "reference_says": "*x*",
+        "candidate_says": "\x1b[1m",
+    }
+    table = tables.worst({"name": "a\nb", "worst": [row]})
+    assert table.rows[0][4] == "\ufffd[1m"
+    cells = [tables.MARKUP.sub(r"\\\1", cell) for cell in table.rows[0]]
+    assert cells[1:4] == ["\\<s> a\\|b⏎\\`c\\`", "\\\\", "\\*x\\*"]
 
 
 def test_rows_are_written(tmp_path, files, pair):

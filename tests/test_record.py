@@ -5,13 +5,15 @@ Models here are a few lines; those of transformers run in `make test-integration
 
 import importlib.util
 import json
+import os
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from kullback.cli import evaluate, record, runs
@@ -37,6 +39,9 @@ class Model(torch.nn.Module):
 
     def get_output_embeddings(self):
         return self.head
+
+    def get_input_embeddings(self):
+        return self.embedding
 
     def get_decoder(self):
         return self.decoder
@@ -220,6 +225,66 @@ def test_a_head_that_is_not_all_is_refused(loaded, text, tmp_path):
         recorded(loaded, text, tmp_path / "run")
 
 
+def test_a_shard_that_was_cut_is_made_again(loaded, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "SHARD_WINDOWS", 2)
+    assert recorded(loaded, text, tmp_path / "run") == 0
+    shard = tmp_path / "run/rows-00002-of-00003.safetensors"
+    whole = shard.read_bytes()
+    for kept in (0, 9, len(whole) - 1):
+        shard.write_bytes(whole[:kept])
+        assert recorded(loaded, text, tmp_path / "run") == 2
+        assert shard.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ({"text": None}, "text must be a string; got None"),
+    ({"text": ["a"]}, "text must be a string"),
+    ({"text": "a", "kind": None}, "kind must be a string or a number; got None"),
+    ({"text": "a", "kind": {}}, "kind must be a string or a number"),
+    ({"text": "\ud800", "kind": "a"}, "line 1 is no text in UTF-8"),
+    ({"text": "a", "kind": "\ud800"}, "line 1 is no text in UTF-8"),
+])  # fmt: skip
+def test_lines_that_are_no_text_are_refused(loaded, tmp_path, line, words):
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"kind": 1} | line), encoding="utf-8")
+    with pytest.raises(runs.MismatchError, match=words):
+        record.read_text(path, loaded.tokenizer, WINDOW, None, "kind")
+
+
+def test_what_a_model_cannot_read_is_refused(loaded, text, tmp_path):
+    read = record.read_text(text, loaded.tokenizer, WINDOW, None, None)
+    read.tokens[2, 3] = VOCAB
+    with pytest.raises(runs.MismatchError, match=f"the text has the token {VOCAB}, and the model has {VOCAB}"):
+        record.record(loaded, read, tmp_path / "run", "hidden", torch.float32, lambda count: None)
+    loaded.model.config.max_position_embeddings = WINDOW - 1
+    with pytest.raises(runs.MismatchError, match=f"windows have {WINDOW}: --window {WINDOW - 1}"):
+        recorded(loaded, text, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_other_files_is_refused(loaded, text, tmp_path):
+    """Such as the model's own, whose tokenizer has the same name."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    with pytest.raises(runs.MismatchError, match=r"has other files \(config.json\)"):
+        recorded(loaded, text, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_columns_of_rows_beside_a_recording(loaded, text, tmp_path):
+    recorded(loaded, text, tmp_path / "run")
+    file = tmp_path / "run/tokens.safetensors"
+    held = load_file(file)
+    rows, windows = 35, 5
+    save_file(held | {"of_row": np.arange(rows), "of_window": np.arange(windows)}, file)
+    columns = runs.open_source(tmp_path / "run").layout.columns
+    assert columns["of_row"].tolist() == [*range(rows)]
+    assert columns["of_window"].tolist() == [i for i in range(windows) for _ in range(7)]
+    save_file(held | {"odd": np.arange(6)}, file)
+    with pytest.raises(runs.MismatchError, match="odd has 6 ids, and tokens have 5 windows and 35 rows"):
+        runs.open_source(tmp_path / "run")
+
+
 def test_tokens_that_were_changed_are_noticed(loaded, text, tmp_path):
     recorded(loaded, text, tmp_path / "run")
     path = tmp_path / "run/tokens.safetensors"
@@ -263,6 +328,33 @@ def test_the_command_ends_and_goes_on(loaded, text, tmp_path, monkeypatch):
     result = run(*command, "--dtype", "float32")
     assert result.exit_code == 3
     assert "has another recording" in result.output
+
+
+def test_what_cannot_be_written_or_read_ends_the_command(loaded, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "_need", lambda packages, extra: None)
+    monkeypatch.setattr(record, "load", lambda *_: loaded)
+    command = ["record", "tiny", text, "-o", tmp_path / "run", "--window", WINDOW]
+
+    def full(tensors, path):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "save", full)
+        result = run(*command)
+    assert result.exit_code == 2
+    assert "tokens.safetensors could not be written: no space left" in " ".join(result.output.split())
+    assert run(*command).exit_code == 0
+    result = run("record", "tiny", tmp_path / "run", "-o", tmp_path / "again", "--groups", "kind")
+    assert result.exit_code == 3
+    assert "a recording's groups are kept as they are" in " ".join(result.output.split())
+    os.mkfifo(tmp_path / "pipe")
+    result = run("record", "tiny", tmp_path / "pipe", "-o", tmp_path / "again")
+    assert result.exit_code == 2
+    assert "is no file or folder that can be read" in " ".join(result.output.replace("│", " ").split())
+    monkeypatch.setattr(record, "load", lambda *_: safetensors.safe_open(text, "pt"))
+    result = run(*command)
+    assert result.exit_code == 2
+    assert "MODEL" in result.output
 
 
 def test_usage(text, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import io
 import logging
 import os
 import sys
@@ -19,6 +20,9 @@ def main() -> None:
         )
     # torch.compile imports it, and it warns of a CUDA toolkit without a device: no matter for what runs on a CPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what its encoding lacks is a question mark
     from kullback.cli.commands import app
 
     try:

@@ -27,7 +27,7 @@ from kullback.backends.c.compile import compiler
 from kullback.backends.printer import print_functor
 from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
-from kullback.cli import evaluate
+from kullback.cli import evaluate, writing
 from kullback.cli import rows as rows_module
 from kullback.cli.options import one_of, writable
 from kullback.divergences import DIVERGENCES
@@ -87,6 +87,14 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
+def _put(option: str, path: Path, text: str) -> None:
+    try:
+        writing.put_text(path, text)
+    except writing.NotWrittenError as error:
+        typer.echo(f"Error: {option}: {error}", err=True)
+        raise typer.Exit(evaluate.USAGE) from error
+
+
 def _wrote(path: Path) -> None:
     console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -97,8 +105,10 @@ def info(
 ) -> None:
     """Versions, devices, the backends that can run here and why others cannot, and the cache."""
     if clear_cache:
-        console.print(f"removed {cache.clear()} files from {cache.directory()}")
+        console.print(f"removed {cache.clear()} files from {escape(str(cache.directory()))}")
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_row("kullback", kullback.__version__)
     table.add_row("system", platform.platform())
     table.add_row("python", platform.python_version())
@@ -125,7 +135,7 @@ def info(
         table.add_row(f"backend {name}", told)
     kernels = [entry for entry in cache.entries() if entry.path.suffix in (".so", ".cubin")]
     size = sum(entry.size for entry in kernels) / 2**20
-    table.add_row("cache", f"{cache.directory()} ({len(kernels)} kernels, {size:.1f} MiB)")
+    table.add_row("cache", f"{escape(str(cache.directory()))} ({len(kernels)} kernels, {size:.1f} MiB)")
     console.print(table)
 
 
@@ -238,7 +248,7 @@ def bench(
         results.append(result)
         _show(result, time.monotonic() - begin)
         if json_path is not None:
-            json_path.write_text(json.dumps(results if students else result, indent=2) + "\n")
+            _put("--json", json_path, json.dumps(results if students else result, indent=2) + "\n")
     if json_path is not None:
         _wrote(json_path)
     if plot is not None:
@@ -354,5 +364,5 @@ def export_kernelbench(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text)
+        _put("--output", output, text)
         _wrote(output)

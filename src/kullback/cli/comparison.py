@@ -16,7 +16,18 @@ from torch import Tensor
 
 import kullback
 from kullback.cli.interrupts import held_back
-from kullback.cli.runs import APPLIED, HiddenFiles, Layout, LlamaCpp, MismatchError, Read, Recording, Source, name_of
+from kullback.cli.runs import (
+    APPLIED,
+    BELOW_FLOOR,
+    HiddenFiles,
+    Layout,
+    LlamaCpp,
+    MismatchError,
+    Read,
+    Recording,
+    Source,
+    name_of,
+)
 from kullback.compare import LEAST_BLOCKS, Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
@@ -50,7 +61,7 @@ class Comparison:
     block: Tensor = field(default_factory=lambda: torch.empty(0))  # of each row that counts, and so below
     blocks_are: str = "windows"
     group: Tensor | None = None
-    groups: list[str] = field(default_factory=list)
+    groups: dict[int, str] = field(default_factory=dict)  # ids and their names
     asked: int = 0  # rows that count, whether they are there or not
     reports: list[Report] = field(default_factory=list)
     absent: dict[str, int] = field(
@@ -92,18 +103,19 @@ def plan(
     comparison.vocab = _vocabulary(comparison.sources, valid_vocab)
     for each in comparison.sources[1:]:
         _check_tokens(reference, each)
-    layout = reference.layout
-    known = layout.position >= first_scored(score, layout.length)
-    found = [torch.arange(len(layout.window))]
-    for each in comparison.sources[1:]:
-        found.append(_rows_in(each, reference))
-        absent = int((known & (found[-1] < 0)).sum())
+    layout, teller = reference.layout, comparison.layout
+    found = [torch.arange(len(layout.window)), *(_rows_in(each, reference) for each in comparison.sources[1:])]
+    told = found[comparison.teller]
+    position = torch.where(told < 0, layout.position, teller.position[told.clamp(min=0)])
+    known = position >= first_scored(score, teller.length)
+    for each, rows in zip(comparison.sources, found, strict=True):
+        absent = int((known & (rows < 0)).sum())
         if absent:
             comparison.absent[str(each.path)] = absent
-        known &= found[-1] >= 0
+        known &= rows >= 0
     if not known.any():
         raise MismatchError(
-            f"no row is left to compare: {reference.path} has {len(known)} rows of windows of {layout.length}, "
+            f"no row is left to compare: {reference.path} has {len(known)} rows of windows of {teller.length}, "
             f"of which --score {score} and the other files leave none"
         )
     comparison.asked = int(known.sum())
@@ -144,9 +156,10 @@ def _choose_groups(comparison: Comparison, asked: str) -> None:
     if ids is None and asked:
         raise _no_column(comparison, "--groups", asked)
     if ids is not None:
-        known, comparison.group = ids.unique(return_inverse=True)
+        comparison.group = ids
         named = next((each.layout.names for each in comparison.sources if name in each.layout.columns), None)
-        comparison.groups = [named[i] if name == "group" and named else str(i) for i in known.tolist()]
+        known = ids.unique().tolist()
+        comparison.groups = {i: named[i] if name == "group" and named else str(i) for i in known}
 
 
 def _column(comparison: Comparison, name: str) -> Tensor | None:
@@ -302,7 +315,8 @@ def statistics(candidate: Read, reference: Read, labels: Tensor | None, compat: 
     found = found._replace(top_token=top, target_top_token=target_top, agreement=top == target_top)
     if compat:
         terms = log_p.double().exp() * (log_p.double() - log_q.double())
-        found = found._replace(kl=torch.where(log_p > LEAST, terms, 0).sum(-1))
+        kl = terms.masked_fill(log_p <= LEAST, 0).sum(-1)
+        found = found._replace(kl=kl.masked_fill((log_p + log_q).isnan().any(-1), math.nan))
     return found if labels is None else found._replace(**_of_labels(labels, log_q, log_p))
 
 
@@ -312,9 +326,6 @@ def _log_probs(side: Read) -> Tensor:
     llama.cpp sums in float64. PyTorch's float32 log-softmax of a model's 49152 tokens was seen 9e-6 too large.
     """
     return side.values if side.floored is not None else side.values.double().log_softmax(-1).float()
-
-
-BELOW_FLOOR = 0.14, 0.07  # of what is stored at the floor, what lies there: mean and spread over rows like SmolLM2's
 
 
 def _adding_up(log_q: Tensor, floored: Tensor) -> Tensor:
@@ -460,8 +471,12 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
 
 
 def differences(reports: dict[str, Report]) -> Iterator[dict[str, Any]]:
-    """In the order of their means, each candidate against the next better one."""
-    mean = {name: float(report.rows()["kl"].double().nanmean()) for name, report in reports.items()}
+    """In the order of their means, each candidate against the next better one: of rows that are numbers in all."""
+    kl = {name: report.rows()["kl"].double() for name, report in reports.items()}
+    numbers = ~torch.stack(list(kl.values())).isnan().any(0)
+    if not numbers.any():
+        return
+    mean = {name: float(rows[numbers].mean()) for name, rows in kl.items()}
     order = sorted(mean, key=lambda name: mean[name])
     for better, worse in itertools.pairwise(order):
         yield {"worse": worse, "better": better} | paired(reports[worse], reports[better])
@@ -493,10 +508,12 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
         )
     for name in found["left_out"]:
         yield f"{name} is left out: all its rows are not numbers (NaN or no finite logit)"
-    left_out = max(each.get("rows_not_numbers", 0) for each in found["candidates"])
-    if left_out:
-        yield f"{left_out} rows are not numbers (NaN) and left out of all figures"
-    blocks = found["candidates"][0]["blocks"]
+    summed = [*found["candidates"], *([found["floor"] | {"name": "the floor"}] if found["floor"] else [])]
+    without = {each["name"]: each["rows_not_numbers"] for each in summed if each.get("rows_not_numbers")}
+    for count in dict.fromkeys(without.values()):
+        names = ", ".join(name for name, of in without.items() if of == count)
+        yield f"{count} rows are not numbers (NaN) in {names} or in the reference, and left out of its figures"
+    blocks = max(each["blocks"] for each in found["candidates"])
     if 0 < blocks < LEAST_BLOCKS:
         yield f"no intervals: {blocks} independent {found['blocks_are']} are fewer than {LEAST_BLOCKS}"
 

@@ -20,9 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+from torch import Tensor
 
 from kullback.cli import comparison as comparison_module
-from kullback.cli import html, runs, tables
+from kullback.cli import html, runs, tables, writing
 from kullback.cli.interrupts import uninterrupted
 from kullback.cli.options import one_of, writable, writable_folder
 
@@ -49,8 +51,9 @@ def record(
     text: Annotated[
         Path,
         typer.Argument(
+            readable=False,
             help="A text; documents as JSON lines with a column `text` (.jsonl); or a recording or a llama.cpp "
-            "base-logits file, whose tokens are read again."
+            "base-logits file, whose tokens are read again.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
@@ -83,26 +86,32 @@ def record(
     place = _device(device)
     of_gguf = ["accelerate", "gguf"] if gguf_file or model.endswith(".gguf") else []
     _need(["transformers", "safetensors", *of_gguf], "record")
-    if not os.access(text, os.R_OK):
-        raise typer.BadParameter(f"there is no {text}, or it cannot be read", param_hint="TEXT")
+    if not (text.is_file() or text.is_dir()) or not os.access(text, os.R_OK):
+        raise typer.BadParameter(f"{text} is no file or folder that can be read", param_hint="TEXT")
     writable_folder("--output", output)
+    from safetensors import SafetensorError
+
     from kullback.cli import record as recorder
 
     try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error).splitlines()[0], param_hint="MODEL") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise typer.BadParameter(told, param_hint="MODEL") from error
     try:
         read = recorder.read_text(text, loaded.tokenizer, window, windows, groups)
         with _progress("windows", len(read.tokens)) as tell:
             there = recorder.record(loaded, read, output, what, getattr(torch, dtype), tell)
+    except writing.NotWrittenError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(USAGE) from error
     except (runs.MismatchError, OSError) as error:
         _refuse(error)
     except KeyboardInterrupt:
         whole = len(list(output.glob("rows-*.safetensors")))
         _say(f"[yellow]interrupted[/]: {escape(str(output))} has {whole} whole shards; the same command goes on there")
         raise typer.Exit(INTERRUPTED) from None
-    size = sum(file.stat().st_size for file in output.iterdir()) / 1e6
+    size = sum(file.stat().st_size for file in output.iterdir() if file.is_file()) / 1e6
     rows = int((read.tokens[:, 1:] != runs.NO_TOKEN).sum())
     resumed = f", {there} shards of it from before" if there else ""
     _say(f"wrote {escape(str(output))}: {rows} rows of {len(read.tokens)} windows, {size:.1f} MB{resumed}")
@@ -112,11 +121,12 @@ def compare(
     reference: Annotated[
         Path,
         typer.Argument(
+            readable=False,
             help="What candidates are measured against: a recording, a .safetensors of logits, a folder of vLLM's "
-            "hidden states with head.safetensors, or a llama.cpp base-logits file."
+            "hidden states with head.safetensors, or a llama.cpp base-logits file.",
         ),
     ],
-    candidates: Annotated[list[Path], typer.Argument(help="The same of each candidate.")],
+    candidates: Annotated[list[Path], typer.Argument(readable=False, help="The same of each candidate.")],
     score: Annotated[
         str, typer.Option(help="Which positions count: all; half, the second of each window, as llama.cpp; or N: on.")
     ] = "",
@@ -134,17 +144,24 @@ def compare(
         int | None, typer.Option(min=1, help="Only the first tokens count, where one is padded.")
     ] = None,
     floor: Annotated[
-        Path | None, typer.Option(help="The reference once more, recorded by another engine: what a KLD has to exceed.")
+        Path | None,
+        typer.Option(
+            readable=False, help="The reference once more, recorded by another engine: what a KLD has to exceed."
+        ),
     ] = None,
     compat: Annotated[
         str,
         typer.Option(help="llama.cpp: its own formula, its ± and its half of positions, to check against its output."),
     ] = "",
     worst: Annotated[int, typer.Option(min=0, help="How many of the worst rows are reported.")] = 20,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables there, as Markdown.")] = None,
-    html_path: Annotated[Path | None, typer.Option("--html", help="Write one page that needs nothing else.")] = None,
-    rows_path: Annotated[Path | None, typer.Option("--rows", help="Write each row's figures (.safetensors).")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", readable=False, help="Write all figures there.")] = None,
+    markdown: Annotated[Path | None, typer.Option(readable=False, help="Write the tables there, as Markdown.")] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", readable=False, help="Write one page that needs nothing else.")
+    ] = None,
+    rows_path: Annotated[
+        Path | None, typer.Option("--rows", readable=False, help="Write each row's figures (.safetensors).")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; by default the best there is.")] = "",
 ) -> None:
     """Report how far candidates are from a reference, in nats a token: mean KLD with an interval, and where it is from.
@@ -211,11 +228,11 @@ def compare(
         except runs.MismatchError as error:
             _refuse(error)
         as_json = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        outputs: list[tuple[str, Path | None, Callable[[Path], Any]]] = [
-            ("--json", json_path, lambda path: path.write_text(as_json, encoding="utf-8")),
-            ("--markdown", markdown, lambda path: path.write_text(tables.markdown(found), encoding="utf-8")),
-            ("--html", html_path, lambda path: path.write_text(html.page(found), encoding="utf-8")),
-            ("--rows", rows_path, lambda path: _write_rows(planned, path)),
+        outputs: list[tuple[str, Path | None, Callable[[Path], None]]] = [
+            ("--json", json_path, lambda path: writing.put_text(path, as_json)),
+            ("--markdown", markdown, lambda path: writing.put_text(path, tables.markdown(found))),
+            ("--html", html_path, lambda path: writing.put_text(path, html.page(found))),
+            ("--rows", rows_path, lambda path: writing.put(path, lambda place: writing.save(_rows(planned), place))),
         ]
         # Before anything is shown: whoever reads that may have gone.
         wrote = [path for option, path, write in outputs if path is not None and _write(option, path, write)]
@@ -228,15 +245,12 @@ def compare(
         raise typer.Exit(MISMATCH)
 
 
-def _write(option: str, path: Path, write: Callable[[Path], Any]) -> bool:
-    """Whole or not at all, unless it is a device or a link. A failure costs none of the other outputs."""
+def _write(option: str, path: Path, write: Callable[[Path], None]) -> bool:
+    """A failure costs none of the other outputs."""
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            write(path)
-        else:
-            runs.replace(path, write)
-    except OSError as error:
-        typer.echo(f"Error: {option}: {path} could not be written: {error}", err=True)
+        write(path)
+    except writing.NotWrittenError as error:
+        typer.echo(f"Error: {option}: {error}", err=True)
         return False
     return True
 
@@ -277,18 +291,15 @@ def _as_rich(words: tables.Table) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for i, column in enumerate(words.columns):
         left = i == 0 or words.is_prose
-        table.add_column(escape(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
+        table.add_column(Text(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
     for row in words.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(Text, row))
     return table
 
 
-def _write_rows(planned: comparison_module.Comparison, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    several = len(planned.names) > 1
-    tensors: dict[str, Any] = {}
+def _rows(planned: comparison_module.Comparison) -> dict[str, Tensor]:
+    """Each row's figures, of several candidates behind their names."""
+    several, tensors = len(planned.names) > 1, dict[str, Tensor]()
     for name, report in zip(planned.names, planned.reports, strict=False):
         rows = report.rows()
         rows |= (
@@ -297,10 +308,7 @@ def _write_rows(planned: comparison_module.Comparison, path: Path) -> None:
             else {}
         )
         tensors |= {f"{name}.{key}" if several else key: values.contiguous() for key, values in rows.items()}
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    return tensors
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import kullback
 from kullback.cli import runs
-from kullback.cli.runs import NO_TOKEN, MismatchError, replace
+from kullback.cli.runs import NO_TOKEN, MismatchError
+from kullback.cli.writing import replace, save
 from kullback.integrations import transformers as integration
 
 SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
@@ -26,7 +27,7 @@ class Text(NamedTuple):
     """Windows of tokens, and where they are from."""
 
     tokens: Tensor  # int32 [windows, window], NO_TOKEN after the end of a short one
-    document: Tensor
+    document: Tensor | None
     group: Tensor | None
     groups: list[str]
 
@@ -70,6 +71,8 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
 def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, column: str | None) -> Text:
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
     if path.is_dir() or _begins(path, runs.MAGIC):
+        if column:
+            raise MismatchError(f"--groups {column}: {path} is no text; a recording's groups are kept as they are")
         return _tokens_again(path, tokenizer, windows)
     try:
         documents = list(_documents(path, column))
@@ -121,15 +124,19 @@ def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
     tokens = tokens.int().clone()
     if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
         tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
-    document = torch.arange(len(tokens))
-    columns, group = layout.columns, None
-    if "document" in columns:
-        document[layout.window] = columns["document"]
-    if "group" in columns and layout.names is not None:
-        group = torch.zeros(len(tokens), dtype=torch.int32)
-        group[layout.window] = columns["group"].int()
-    cut = slice(windows)
-    return Text(tokens[cut], document[cut].int(), None if group is None else group[cut], layout.names or [])
+
+    def of_windows(name: str) -> Tensor | None:
+        if name not in layout.columns:
+            return None
+        ids = torch.zeros(len(tokens), dtype=torch.int32)
+        ids[layout.window] = layout.columns[name].int()
+        return ids[:windows]
+
+    group = of_windows("group") if layout.names is not None else None
+    return Text(tokens[:windows], of_windows("document"), group, layout.names or [])
+
+
+_MAY_BE = "a string or a number", "a string"
 
 
 def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
@@ -150,7 +157,15 @@ def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None
             missing = [name for name in wanted if not isinstance(record, dict) or name not in record]
             if missing:
                 raise MismatchError(f"{path}, line {number} has no column {missing[0]!r}")
-            yield str(record["text"]), str(record[column]) if column else None
+            text, name = record["text"], record[column] if column else None
+            if not isinstance(text, str) or not isinstance(name, str | int | float | None) or (column and name is None):
+                odd, came = ("text", text) if not isinstance(text, str) else (column, name)
+                raise MismatchError(f"{path}, line {number}: {odd} must be {_MAY_BE[odd == 'text']}; got {came!r:.80}")
+            try:
+                f"{text}{name}".encode()
+            except UnicodeEncodeError as error:
+                raise MismatchError(f"{path}, line {number} is no text in UTF-8: {error}") from error
+            yield text, None if name is None else str(name)
 
 
 def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha256: str) -> dict[str, Any]:
@@ -191,8 +206,6 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
 
 def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dtype, tell: Callable[[int], None]) -> int:
     """Write what is missing of a recording; how many shards were there already."""
-    from safetensors.torch import save_file
-
     model = loaded.model
     integration.check_logits("MODEL", model)
     head = integration.head_of(model)
@@ -207,12 +220,14 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
                 f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
                 f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
             )
+    _check_tokens(model, text.tokens)
+    _check_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"tokens": text.tokens, "document": text.document}
-    tensors |= {} if text.group is None else {"group": text.group}
-    replace(folder / runs.TOKENS, lambda path: save_file(tensors, path))
+    columns = {"tokens": text.tokens, "document": text.document, "group": text.group}
+    tensors = {name: column for name, column in columns.items() if column is not None}
+    replace(folder / runs.TOKENS, lambda path: save(tensors, path))
     if what == "hidden":
-        replace(folder / runs.HEAD, lambda path: save_file(weights | final_norm(model), path))
+        replace(folder / runs.HEAD, lambda path: save(weights | final_norm(model), path))
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is not None:
         replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
@@ -223,7 +238,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     for number, shard in enumerate(names):
         windows = text.tokens[number * step : (number + 1) * step]
         rows = int((windows[:, 1:] != NO_TOKEN).sum())
-        if (folder / shard).exists():
+        if _is_whole(folder / shard, what, rows):
             there += 1
             tell(len(windows))
         else:
@@ -232,9 +247,40 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
                 parts.append(said(model, window[window != NO_TOKEN].long(), what, dtype))
                 tell(1)
             kept = {what: torch.cat(parts), "first_row": torch.tensor(first)}
-            replace(folder / shard, lambda path, kept=kept: save_file(kept, path))  # type: ignore[misc]
+            replace(folder / shard, lambda path, kept=kept: save(kept, path))  # type: ignore[misc]
         first += rows
     return there
+
+
+def _check_tokens(model: Model, tokens: Tensor) -> None:
+    """That the model has an embedding of each token, and a place for each position."""
+    most, window = int(tokens.max()), tokens.size(1)
+    known = model.get_input_embeddings().num_embeddings
+    if most >= known:
+        raise MismatchError(f"the text has the token {most}, and the model has {known}: is its tokenizer another?")
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
+    if window > places:
+        raise MismatchError(f"the model reads {places} tokens together, and windows have {window}: --window {places}")
+
+
+OWN = runs.HEADER, runs.TOKENS, runs.HEAD, runs.TOKENIZER
+
+
+def _check_own(folder: Path) -> None:
+    """That files are not mixed with a model's or others: they have the same names."""
+    is_own = lambda name: name in OWN or name.startswith(("rows-", ".kullback."))
+    others = sorted(path.name for path in folder.iterdir() if not is_own(path.name)) if folder.is_dir() else []
+    if others and not (folder / runs.HEADER).exists():
+        raise MismatchError(f"{folder} has other files ({', '.join(others)[:80]}): give a folder of its own")
+
+
+def _is_whole(shard: Path, what: str, rows: int) -> bool:
+    """Whether it is there with so many rows: it may have been cut since."""
+    try:
+        held = runs.entries(shard)
+        return runs.rows_of(shard, what, held[what]).whole == rows
+    except (OSError, KeyError, MismatchError):
+        return False
 
 
 NORM_EPS = "variance_epsilon", "eps"  # as transformers' modules call it

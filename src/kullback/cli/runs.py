@@ -10,9 +10,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ HEADER, TOKENS, HEAD, TOKENIZER = "run.json", "tokens.safetensors", "head.safete
 NO_TOKEN = -1  # after the end of a window that is shorter than the others
 MAGIC = b"_logits_"  # of llama.cpp's file
 SPAN = 16.0  # nats below a row's largest entry, where llama.cpp's file ends
+BELOW_FLOOR = 0.14, 0.07  # of what is stored there, what lies there: mean and spread over rows like SmolLM2's
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -158,16 +159,19 @@ def rows_of(path: Path, name: str, entry: Entry) -> Table:
         raise MismatchError(f"{path}: {name} must be float64, float32, float16 or bfloat16")
     if len(entry.shape) < 2 or not entry.shape[-1]:
         raise MismatchError(f"{path}: {name} must be rows of one length; its shape is {entry.shape}")
-    table = Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
-    if table.rows > LEAST_SHARE * max(1, table.whole):
-        raise MismatchError(
-            f"{path}: its header gives {name} {table.rows} rows, of which it has {table.whole}: "
-            f"less than one in {LEAST_SHARE}"
-        )
-    return table
+    return Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
 
 
 LEAST_SHARE = 1000  # a file with less of its rows is no cut file: its header is wrong
+
+
+def check_share(path: Path, tables: Sequence[Table]) -> None:
+    """Of all tables of a file."""
+    given, whole = sum(table.rows for table in tables), sum(table.whole for table in tables)
+    if given > LEAST_SHARE * max(1, whole):
+        raise MismatchError(
+            f"{path}: its header gives {given} rows, of which it has {whole}: less than one in {LEAST_SHARE}"
+        )
 
 
 def _check_labels(path: Path, label: Tensor, vocab: int) -> None:
@@ -193,13 +197,12 @@ class Layout:
     names: list[str] | None = None  # of the ids of the column `group`
 
 
-def layout_of(tokens: Tensor, first: int = 0, columns: Mapping[str, Tensor] | None = None) -> Layout:
-    """Of windows of tokens: every position from the first on whose next token is known. Columns are of windows."""
+def layout_of(tokens: Tensor, first: int = 0) -> Layout:
+    """Of windows of tokens: every position from the first on whose next token is known."""
     tokens = tokens.long()
     window, position = (tokens[:, first + 1 :] != NO_TOKEN).nonzero(as_tuple=True)
     position = position + first
-    of_rows = {name: of[window] for name, of in (columns or {}).items()}
-    return Layout(window, position, tokens[window, position + 1], tokens.size(1), tokens, of_rows)
+    return Layout(window, position, tokens[window, position + 1], tokens.size(1), tokens)
 
 
 class Read(NamedTuple):
@@ -320,16 +323,21 @@ class Recording:
         if tokens_sha256(tokens) != self.about["tokens_sha256"]:
             raise MismatchError(f"{path} is not what {HEADER} was written for: its checksum is another")
         columns = {name: ids(path, name, entry, 1) for name, entry in held.items()}
+        layout = layout_of(tokens)
+        rows = len(layout.window)
         for name, column in columns.items():
-            if len(column) != len(tokens):
-                raise MismatchError(f"{path}: {name} has {len(column)} ids, and tokens have {len(tokens)} windows")
+            if len(column) not in (len(tokens), rows):
+                raise MismatchError(
+                    f"{path}: {name} has {len(column)} ids, and tokens have {len(tokens)} windows and {rows} rows"
+                )
         names, group = self.about.get("groups") or [], columns.get("group")
         if group is not None and len(group) and not 0 <= int(group.min()) <= int(group.max()) < len(names):
             raise MismatchError(
                 f"{path}: group must lie from 0 to {len(names) - 1}, as {HEADER} names {len(names)} groups; "
                 f"it goes from {int(group.min())} to {int(group.max())}"
             )
-        self.layout = dataclasses.replace(layout_of(tokens, 0, columns), names=names)
+        of_rows = {name: of if len(of) == rows else of[layout.window] for name, of in columns.items()}
+        self.layout = dataclasses.replace(layout, columns=of_rows, names=names)
         _check_labels(path, self.layout.label, self.vocab)
         return tokens
 
@@ -347,6 +355,7 @@ class Recording:
             if what not in held:
                 raise MismatchError(f"{path} has no tensor {what}; it has {', '.join(held)}")
             table = rows_of(path, what, held[what])
+            check_share(path, [table])
             columns = columns or (self.vocab if what == "logits" else table.columns)
             if len(held[what].shape) != 2 or table.columns != columns or table.dtype != dtype:
                 raise MismatchError(
@@ -463,6 +472,7 @@ class LogitsFile:
             shapes = ", ".join(f"{name} {held[name].shape}" for name in names)
             raise MismatchError(f"{path}: its logits must have one vocabulary and dtype; got {shapes}")
         self.shards = Shards([rows_of(path, name, held[name]) for name in names])
+        check_share(path, self.shards.tables)
         self.rows, self.vocab = self.shards.whole, held[names[0]].shape[-1]
         dtype = self.shards.tables[0].dtype
         self.rounded = dtype if dtype.itemsize == 2 else None
@@ -515,9 +525,9 @@ TOKEN_NAMES = ("tokens", "input_ids", "token_ids")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in names by their size."""
-    digits = "".join(c if c.isdecimal() else " " for c in name).split()
-    return [*((int(d), "") for d in digits), (0, name)]
+    """Numbers in names by their size: one of more digits is larger."""
+    numbers = (digits.lstrip("0") for digits in re.findall("[0-9]+", name))
+    return [*((len(digits), digits) for digits in numbers), (0, name)]
 
 
 class HiddenFiles:
@@ -559,12 +569,15 @@ class HiddenFiles:
             self.tables.append(
                 rows_of(file, "hidden_states", states._replace(shape=[len(given), math.prod(states.shape[1:])]))
             )
-        self.layout = layout_of(tokens)
-        _check_labels(path, self.layout.label, self.vocab)
+        check_share(path, self.tables)
+        layout = layout_of(tokens)
+        _check_labels(path, layout.label, self.vocab)
         self.hidden = hidden
-        cut = [table.whole < table.rows for table in self.tables]
-        whole = self.layout.window < (cut.index(True) if any(cut) else len(cut))
-        self.rows = int(whole.sum())
+        # Rows that files of the middle lack come last.
+        is_there = layout.position < torch.tensor([table.whole for table in self.tables])[layout.window]
+        order = (~is_there).to(torch.uint8).argsort(stable=True)
+        of_rows = {name: getattr(layout, name)[order] for name in ("window", "position", "label")}
+        self.layout, self.rows = dataclasses.replace(layout, **of_rows), int(is_there.sum())
         self._check_norm()
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
@@ -642,14 +655,19 @@ class LlamaCpp:
             )
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
-        """As they stand in the file: their masses need not add up to 1."""
+        """As they stand in the file: their masses need not add up to 1. Of fewer tokens they are these tokens' own."""
         low, high = int(rows[0]), int(rows[-1]) + 1
         stored = _selected(self.table.passing(low, high), rows, low).to(device)
         scale, least = stored[:, :4].contiguous().view(torch.float32).split(1, -1)
-        steps = stored[:, 4 : 4 + vocab].int() & 0xFFFF
+        steps = stored[:, 4 : 4 + self.vocab].int() & 0xFFFF
         # A row whose tokens are all nearer than that has its own least entry there.
         is_cut = scale * 65535 > SPAN * (1 - 1e-5)
-        return Read(steps * scale + least, (steps == 0) & is_cut)
+        values, floored = steps * scale + least, (steps == 0) & is_cut
+        if vocab < self.vocab:
+            likely = values.double() + torch.where(floored, math.log(BELOW_FLOOR[0]), 0.0)
+            share = likely[:, :vocab].logsumexp(-1, keepdim=True) - likely.logsumexp(-1, keepdim=True)
+            values, floored = (values[:, :vocab] - share).float(), floored[:, :vocab]
+        return Read(values, floored)
 
 
 def open_source(path: Path) -> Source:
@@ -685,16 +703,5 @@ def _reader(path: Path) -> Source:
 def is_part_of(path: Path, source: Path) -> bool:
     """Whether a resolved path is that of a source, or of what one in a folder is read from."""
     source = source.resolve()
-    return path == source or (
-        path.parent == source and (path.suffix == ".safetensors" or path.name in (HEADER, TOKENIZER))
-    )
-
-
-def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Written under another name, so that a broken write leaves nothing under this one."""
-    temporary = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-    try:
-        write(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    in_folder = path.parent == source and (path.suffix == ".safetensors" or path.name in (HEADER, TOKENIZER))
+    return path == source or in_folder or (path.exists() and path == source.parent / HEAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +15,10 @@ class Table(NamedTuple):
     rows: list[list[str]]
     note: str = ""
     is_prose: bool = False  # all columns are of words, but for the first
-    fixed: int = 0  # columns that candidates' own follow; 0 where columns are not candidates
+    fixed: int = 0  # the first columns, which say what a row is; 0: columns belong together
 
     def within(self, width: int) -> Iterator[Table]:
-        """The same in tables of so many characters if it can be, each of some of the candidates."""
+        """The same in tables of so many characters if it can be, each of some of the columns behind the first."""
         if not self.fixed:
             yield self
             return
@@ -66,8 +67,9 @@ def tables(found: Found) -> Iterator[Table]:
     if found["differences"]:
         yield _differences(found["differences"])
     yield _divergences(candidates, compat)
-    if "perplexity" in candidates[0]:
-        yield _of_text(candidates, compat)
+    of_text = [each for each in candidates if "perplexity" in each]
+    if of_text:
+        yield _of_text(of_text, compat)
     yield _by_confidence(candidates)
     if "by_group" in candidates[0]:
         yield _by_group(candidates)
@@ -94,7 +96,7 @@ def _overview(found: Found, candidates: list[Found], compat: bool) -> Table:
         note = "floor: the reference beside its own second recording."
         if any(each.get("below_floor") for each in candidates):
             note += " * not above it: this KLD says nothing of the candidate."
-    return Table("Divergence from the reference", columns, rows, note)
+    return Table("Divergence from the reference", columns, rows, note, fixed=1)
 
 
 def _differences(differences: list[Found]) -> Table:
@@ -112,6 +114,7 @@ def _differences(differences: list[Found]) -> Table:
         ["candidates", "mean KLD", "95 % interval", "rows above"],
         rows,
         "An interval that has 0 in it does not tell the two apart.",
+        fixed=1,
     )
 
 
@@ -181,19 +184,19 @@ def _brief(each: Found) -> str:
 
 
 def _by_confidence(candidates: list[Found]) -> Table:
-    rows = []
-    for i, bucket in enumerate(candidates[0]["by_confidence"]):
-        name = f"{bucket['from']:g} … {bucket['to']:g}"
-        rows.append([name, str(bucket["rows"]), *(_brief(c["by_confidence"][i]) for c in candidates)])
+    rows = [
+        [f"{of[0]['from']:g} … {of[0]['to']:g}", str(max(each["rows"] for each in of)), *map(_brief, of)]
+        for of in zip(*(c["by_confidence"] for c in candidates), strict=True)
+    ]
     columns = ["reference's best p", "rows", *(c["name"] for c in candidates)]
     return Table("By the reference's confidence: mean KLD, same top", columns, rows, fixed=2)
 
 
 def _by_group(candidates: list[Found]) -> Table:
-    rows = [
-        [name, str(of["rows"]), *(_brief(c["by_group"][name]) for c in candidates)]
-        for name, of in candidates[0]["by_group"].items()
-    ]
+    rows = []
+    for name in dict.fromkeys(name for c in candidates for name in c["by_group"]):
+        of = [c["by_group"].get(name, {"rows": 0}) for c in candidates]
+        rows.append([name, str(max(each["rows"] for each in of)), *map(_brief, of)])
     columns = ["group", "rows", *(c["name"] for c in candidates)]
     return Table("By group: mean KLD, same top", columns, rows, fixed=2)
 
@@ -215,17 +218,20 @@ def worst(candidate: Found, count: int | None = None) -> Table:
 
 
 def _shown(text: str) -> str:
-    """On one line, with its spaces."""
-    return text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "")
+    """On one line, with its spaces, and nothing that a terminal would obey."""
+    return CONTROLS.sub("\ufffd", text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", ""))
+
+
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def heading(found: Found) -> list[str]:
     """What was compared with what."""
     first = found["first_position"]
     score = f"positions from {first} on" if first else "all positions"
-    blocks = found["candidates"][0]["blocks"]
+    blocks = max(each["blocks"] for each in found["candidates"])
     lines = [
-        f"Reference: {found['reference']['path']}",
+        f"Reference: {_shown(found['reference']['path'])}",
         f"{found['rows_read']} rows of {found['vocab']} tokens in {blocks} {found['blocks_are']}",
         f"Scored: {score} (--score {found['score']})",
     ]
@@ -235,8 +241,9 @@ def heading(found: Found) -> list[str]:
 
 
 def markdown(found: Found) -> str:
-    escape = lambda text: text.replace("|", "\\|").replace("`", "'")
-    parts = ["# KL divergence report", *heading(found), *(f"> **Note.** {warning}" for warning in found["warnings"])]
+    escape = lambda text: MARKUP.sub(r"\\\1", _shown(text))
+    parts = ["# KL divergence report", *map(escape, heading(found))]
+    parts += [f"> **Note.** {escape(warning)}" for warning in found["warnings"]]
     for table in [*tables(found), *(worst(each) for each in found["candidates"] if each.get("worst"))]:
         alignment = [":--", *((":--" if table.is_prose else "--:") for _ in table.columns[1:])]
         lines = [
@@ -244,5 +251,8 @@ def markdown(found: Found) -> str:
             "|" + "|".join(alignment) + "|",
             *("| " + " | ".join(map(escape, row)) + " |" for row in table.rows),
         ]
-        parts += [f"## {table.title}", "\n".join(lines), *([table.note] if table.note else [])]
+        parts += [f"## {escape(table.title)}", "\n".join(lines), *([escape(table.note)] if table.note else [])]
     return "\n\n".join(parts) + "\n"
+
+
+MARKUP = re.compile(r"([\\`*|<\[])")  # what Markdown would not show as it stands

@@ -1,0 +1,85 @@
+"""Files that are written whole or not at all, and whether they can be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+
+class NotWrittenError(OSError):
+    """A file could not be written."""
+
+
+def save(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Written under another name, so that a broken write leaves nothing under this one."""
+    temporary = beside(path)
+    try:
+        write(temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise NotWrittenError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def put(path: Path, write: Callable[[Path], Any]) -> None:
+    """As `replace`, but devices and links are written into."""
+    if is_replaced(path):
+        replace(path, write)
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise NotWrittenError(f"{path} could not be written: {error}") from error
+
+
+def put_text(path: Path, text: str) -> None:
+    """In UTF-8, with a question mark for what is no character, as a path's bytes may be."""
+    put(path, lambda place: place.write_text(text, encoding="utf-8", errors="replace"))
+
+
+def is_replaced(path: Path) -> bool:
+    """Whether a file there is exchanged for another: neither a device nor a link."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+def beside(path: Path) -> Path:
+    """A short name in the same folder, however long the path's own is."""
+    return path.with_name(f".kullback.{os.getpid()}")
+
+
+def why_not(path: Path) -> str:
+    """Why a file cannot be written there, or nothing. It is tried."""
+    try:
+        if path.is_dir():
+            return f"{path} is a folder"
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {path.readlink()}, which is not there"
+        if not path.parent.is_dir():
+            return f"there is no folder {path.parent}"
+        if path.exists() and not os.access(path, os.W_OK):
+            return f"{path} cannot be written"
+        if not path.exists():
+            path.touch()
+            path.unlink()
+        if is_replaced(path):
+            beside(path).touch()
+            beside(path).unlink()
+    except (OSError, ValueError) as error:  # of a name that is too long or has a null in it
+        return f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
+    return ""
