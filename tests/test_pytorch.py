@@ -392,8 +392,10 @@ def test_meta_and_fake_tensors():
             yield kullback.topk_divergence(t["x"], values, ids, reduction=reduction)
             models = (t[name] for name in ("hidden", "head", "teacher", "teacher_head"))
             yield kullback.linear_divergence(*models, reduction=reduction)
+            yield kullback.divergence(t["x"], t["x"], labels=ids[:, 0], reduction=reduction)
+            yield kullback.divergence(t["x"], None, labels=ids[:, 0], reduction=reduction)
 
-    expected = [(), (), (), (), (3, 7), (3,), (3,), (3,)]
+    expected = [*[()] * 6, (3, 7), *[(3,)] * 5]
     assert [tuple(result.shape) for result in results(device="meta")] == expected
     with torch._subclasses.FakeTensorMode():
         assert [tuple(result.shape) for result in results()] == expected

@@ -31,8 +31,9 @@ from kullback.problem import (
     Side,
     Weights,
     accumulator,
+    as_ids,
 )
-from kullback.tracing import has_memory, in_functorch, is_symbolic, is_traced, untransformed
+from kullback.tracing import has_memory, in_functorch, is_fake, is_symbolic, is_traced, untransformed
 from kullback.work import Labels
 
 if TYPE_CHECKING:
@@ -351,7 +352,7 @@ def labels(given: Tensor, input: Tensor) -> Tensor:
         raise ValueError(f"labels must have the rows' shape {shape(input, -1)}; got {shape(given)}")
     if given.device != input.device:
         raise ValueError(f"labels must be on the input's device {input.device}; got {given.device}")
-    return given.long()
+    return as_ids(given)
 
 
 def check_tokens(labels: Tensor, vocab: int) -> None:
@@ -361,7 +362,7 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
         if values is None:  # a transform that is traced sees none
             return
         labels = values
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_fake(labels):
         assert_tokens(labels, vocab)
     elif labels.device.type != "cpu":
         if has_memory(labels):
@@ -375,7 +376,7 @@ def check_tokens(labels: Tensor, vocab: int) -> None:
 def check_memory(**given: Tensor | None) -> None:
     """Figures of rows are no operators: what records, maps or stands in for tensors cannot follow them."""
     for name, tensor in given.items():
-        if isinstance(tensor, Tensor) and not torch.compiler.is_compiling() and not has_memory(tensor):
+        if isinstance(tensor, Tensor) and not has_memory(tensor):
             raise TypeError(
                 f"{name} must be a plain tensor, outside of tracing and torch.func: figures of rows cannot be followed "
                 f"there; got {type(tensor).__name__} (of a DTensor, pass what to_local() or full_tensor() gives)"

@@ -14,7 +14,7 @@ from torch import Tensor
 from kullback import backends, parallel
 from kullback.backends.pytorch import entropy_of, entropy_parts, label_logits
 from kullback.labels import in_slice
-from kullback.problem import Problem, accumulator, capped, inverse_temperature
+from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature
 from kullback.tracing import in_functorch, is_traced
 from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 
@@ -96,7 +96,11 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     rows, dtype = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
     logit = None
     if labels is not None:
-        logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows))
+        x_rows = problem.narrow(as_rows(x))
+        x_rows = (
+            x_rows.double() if compute_dtype(x, operands.target) == torch.float64 else x_rows
+        )  # as its loss has them
+        logit = logits_at(problem, x_rows, row_vector(labels, rows))
         if operands.row_weight is not None:
             logit = logit.masked_fill(row_vector(operands.row_weight, rows) == 0, torch.nan)
     return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)
@@ -143,7 +147,7 @@ def _in_operators(problem: Problem, x: Tensor) -> Tensor:
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
         lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
-    parts = entropy_parts(problem, x, lse)
+    parts = entropy_parts(problem, x, lse, compute_dtype(x, x))
     if group:
         parts = parallel.all_gather(parts, parallel.resolved(group)).sum(0)
     return torch.stack([lse, entropy_of(parts)])

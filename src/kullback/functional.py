@@ -19,7 +19,7 @@ from kullback.linear import Models
 from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
-from kullback.tracing import in_functorch, is_traced
+from kullback.tracing import in_functorch, is_traced, untraced
 from kullback.work import Operands, as_rows, has_view_as_rows
 
 if TYPE_CHECKING:
@@ -776,6 +776,7 @@ def linear_divergence(
     return loss if layout is None else sharded.as_dtensor(loss, layout)
 
 
+@untraced
 @torch.no_grad()
 def row_statistics(
     input: Tensor,
@@ -816,7 +817,7 @@ def row_statistics(
 
     Raises:
         TypeError, ValueError: as of `divergence`; labels of another shape or dtype or, on a CPU, that are no
-            tokens; DTensors, and tensors that something traces or transforms.
+            tokens; DTensors, and tensors that something traces or transforms. torch.compile leaves the call to Python.
 
     Sources: docs/mathematics.md. The rank of a token is the number of tokens with more mass.
 
@@ -853,12 +854,14 @@ def row_statistics(
     sides = [(problem.narrow(as_rows(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
 
     def logits_of(rows: slice) -> list[Tensor]:
-        return [statistics.as_logits(values[rows], form) for values, form in sides]
+        given = statistics.as_one([values[rows] for values, _ in sides])
+        return [statistics.as_logits(values, form) for values, (_, form) in zip(given, sides, strict=True)]
 
-    copies = any(form == "probs" for _, form in sides)
+    copies = input.dtype != other.dtype or any(form == "probs" for _, form in sides)
     return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, given, target is not None, copies)
 
 
+@untraced
 @torch.no_grad()
 def topk_row_statistics(
     input: Tensor,
@@ -946,8 +949,10 @@ def topk_row_statistics(
     gathered = gather(problem, as_rows(valid), rows_of(teacher.ids), others=1)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
-    teacher_top = teacher.ids.gather(-1, target[..., :-1].argmax(-1, keepdim=True)).squeeze(-1)
-    are_numbers = ~of_rows.entropy.isnan()
+    best = target[..., :-1].max(-1, keepdim=True)
+    teacher_top = teacher.ids.gather(-1, best.indices).squeeze(-1)
+    are_numbers = ~(of_rows.entropy.isnan() | best.values.isnan().squeeze(-1))
+    has_first = are_numbers & (best.values.squeeze(-1) > -math.inf)
     return TopKRowStatistics(
         kl=forward,
         reverse_kl=backward,
@@ -957,12 +962,13 @@ def topk_row_statistics(
         entropy=of_rows.entropy,
         lse=of_rows.lse,
         top_token=of_rows.top_token,
-        agreement=are_numbers & (of_rows.top_token == teacher_top),
+        agreement=has_first & (of_rows.top_token == teacher_top),
         label_log_prob=of_rows.label_log_prob,
         label_rank=of_rows.label_rank,
     )
 
 
+@untraced
 @torch.no_grad()
 def linear_row_statistics(
     input: Tensor,
@@ -1019,6 +1025,7 @@ def linear_row_statistics(
         raise ValueError("target and target_weight go together; one of them is None")
     checks.check_target_bias(target_weight, target_bias)
     checks.check_memory(input=input, weight=weight, target=target, target_weight=target_weight, labels=labels)
+    checks.check_memory(bias=bias, target_bias=target_bias)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
     models = [(rows_of(hidden), weight, bias)]
     if target is not None and target_weight is not None:

@@ -25,7 +25,7 @@ from kullback import backends
 from kullback.backends.pytorch import entropy_of, entropy_parts, label_logits
 from kullback.backends.pytorch import topk as in_torch
 from kullback.labels import at_labels, in_slice, losses, weighted_of_masses
-from kullback.problem import WHOLE, Problem, Shard, Weights, kept_dtype
+from kullback.problem import WHOLE, Problem, Shard, Weights, compute_dtype, kept_dtype
 from kullback.state import (
     RowState,
     RowStats,
@@ -109,7 +109,7 @@ def _rows(work: Rows) -> None:
         loss, state = _whole_rows(work)
         if work.figures is not None:
             x = problem.narrow(as_rows(work.input))
-            parts = entropy_parts(problem, x, state.input_lse)
+            parts = entropy_parts(problem, x, state.input_lse, compute_dtype(work.input, work.target))
             work.figures[0] = state.input_lse
             work.figures[1] = entropy_of(all_gather(parts, resolved(problem.shard.group)).sum(0))
             if work.row_weight is not None:

@@ -250,6 +250,12 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # as stores keep ids; tor
 WITHOUT_FLOAT64 = {"mps"}  # types of devices
 
 
+def as_ids(given: Tensor) -> Tensor:
+    """As int64. What is beyond that is the largest, no token: a negative number may mean something."""
+    ids = given.long()
+    return ids.masked_fill(ids < 0, torch.iinfo(torch.int64).max) if given.dtype == torch.uint64 else ids
+
+
 def accumulator(tensor: Tensor) -> torch.dtype:
     """The dtype of sums, row weights and upstream gradients: float64 where the device has it."""
     return torch.float32 if tensor.device.type in WITHOUT_FLOAT64 else torch.float64

@@ -64,7 +64,7 @@ def overlap(input: Tensor, ids: Tensor) -> Tensor:
     first = input.topk(min(ids.size(-1), input.size(-1))).values
     least = first.gather(-1, (count - 1).clamp(0, first.size(-1) - 1))
     are_among = (input.gather(-1, ids.clamp(min=0)) >= least) & (ids >= 0)
-    return are_among.sum(-1) / count.squeeze(-1)
+    return are_among.sum(-1).to(torch.promote_types(input.dtype, torch.float32)) / count.squeeze(-1)
 
 
 def of_rows(
@@ -86,7 +86,7 @@ def of_rows(
     parts = []
     count = shape.numel()
     for rows in _chunks(count, max(1, CHUNK // tokens) if copies else max(1, count)):
-        sides, ids = logits_of(rows), None if given is None else given[rows]
+        sides, ids = as_one(logits_of(rows)), None if given is None else given[rows]
         parts.append(_of_chunk(problem, sides[0], sides[-1] if has_target else None, ids))
     return _joined(parts, shape)
 
@@ -126,6 +126,11 @@ def _log_probs(side: Side, logits: Tensor, lse: Tensor, tokens: Tensor) -> Tenso
     own = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     own = capped(own.to(compute_dtype(own, own)), side.softcap)
     return (own.to(lse.dtype) * inverse_temperature(side, logits.dtype == torch.float64) - lse).clamp_(max=0)
+
+
+def as_one(sides: Sequence[Tensor]) -> Sequence[Tensor]:
+    """In float64 all, if one is: so are the log-sum-exps that their elements are taken against."""
+    return [side.double() for side in sides] if any(side.dtype == torch.float64 for side in sides) else sides
 
 
 def as_logits(values: Tensor, form: str) -> Tensor:

@@ -42,7 +42,7 @@ from kullback.gathered import (
 )
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
-from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, decode, gathered_dtype, kept_dtype
+from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, as_ids, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector, weighted
 
@@ -71,8 +71,7 @@ def teacher(
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
     if indices.dtype in UNSIGNED:
-        indices = indices.long()
-        indices = indices.masked_fill(indices < 0, torch.iinfo(torch.int64).max)  # beyond int64: no id, and not -1
+        indices = as_ids(indices)
     read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
         ids, target = ReadEntries.apply(values, indices, skipped, problem, read)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Private, and so by name; where one is missing every call counts as traced: slower, never wrong.
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -22,6 +24,8 @@ _is_wrapped: Callable[[Tensor], bool] = getattr(
 )
 _unwrapped: Callable[[Tensor], Tensor] = getattr(torch._C._functorch, "get_unwrapped", lambda tensor: tensor)
 _forward_ad = torch.autograd.forward_ad
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 UNLIKELY = 0.72317  # a bound that no check of an option has: what a check found is known of a symbol
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -43,6 +47,23 @@ def has_memory(tensor: Tensor) -> bool:
     """Whether a kernel may read it now, and its result is what it will be: nothing stands in for it, or records."""
     records = _jit_is_tracing() or _functorch_is_active() or _proxies() is not None
     return type(tensor) in PLAIN and not (records or is_batched(tensor))
+
+
+def untraced(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """The same, which compilers leave to Python: their graph ends before it, and another begins behind."""
+
+    @functools.wraps(function)
+    def call(*arguments: Given.args, **options: Given.kwargs) -> Found:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)  # type: ignore[no-any-return]
+        return function(*arguments, **options)
+
+    return call
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it has a shape and no numbers."""
+    return isinstance(tensor, FakeTensor)
 
 
 def is_symbolic(number: float) -> bool:

@@ -127,7 +127,7 @@ INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Sof
 }
 #endif
 
-NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
 {
     Sums sums = { 0 };
     int is_far = 0; /* whether the group before was */
@@ -164,9 +164,27 @@ NOINLINE static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Sof
         sums.q_minus_p += q_minus_p;
         sums.slope += slope;
     }
-    /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner it is
-       had as it is, and to the first order taken out. */
+    return sums;
+}
+
+/* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner it is had as it is,
+   and to the first order taken out. Where it is more than a small part of what the sides differ by, it is taken off log(p/q), and the
+   row is summed again. */
+static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+{
+    enum { MOST_TIMES = 3 };
+    const double small = 1e-3;
+    Sums sums = sums_of(x, y, n, row, softcaps);
+    for (int times = 1; times < MOST_TIMES && fabs(sums.q_minus_p) < 1; times++) {
+        if (fabs(sums.q_minus_p) <= small * sums.WITH_CORNER)
+            break;
+        const double difference = (double)row.log_z_diff_high + (double)row.log_z_diff_low - sums.q_minus_p;
+        row.log_z_diff_high = (real)difference;
+        row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+        sums = sums_of(x, y, n, row, softcaps);
+    }
     sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;
+    sums.WITH_CORNER = sums.WITH_CORNER < 0 ? 0 : sums.WITH_CORNER;
     return sums;
 }
 #endif

@@ -13,6 +13,7 @@ enum { WARPS = THREADS / WARP, SIDES = 1 + HAS_TARGET };
 #if HAS_TARGET
 /* Far elements whose places a thread keeps: a warp waits for its longest lane, so that many at once are found sooner. */
 enum { MOST_FAR = 32 };
+enum { MOST_TIMES = 3 }; /* that a row is summed */
 
 /* As of `Packed` */
 template <typename T> struct One {
@@ -43,6 +44,14 @@ struct Pair {
     real x_half, y_half, less; /* √(p·q) has the exponent x_half·(x - its max) + y_half·(y - its max) - less */
 #endif
 
+    INLINE void set_log_z_diff(double difference)
+    {
+        row.log_z_diff_high = (real)difference;
+        row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+    }
+    /* Their masses' excess is log(p/q)'s. */
+    INLINE void take_off(double q_minus_p) { set_log_z_diff((double)row.log_z_diff_high + (double)row.log_z_diff_low - q_minus_p); }
+
     INLINE Pair(const Whole &x, const Whole &y, const Scale &x_scale, const Scale &y_scale) : row()
     {
         x_less = IS_16_BIT ? x.max : 0;
@@ -56,8 +65,7 @@ struct Pair {
         row.target_max = IS_16_BIT ? 0 : y.max;
         row.target_inv_sum_exp = 1 / y.sum_exp;
         row.target_log_sum_exp = y.log_sum_exp;
-        row.log_z_diff_high = (real)difference;
-        row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+        set_log_z_diff(difference);
 #if !REAL_IS_DOUBLE
         x_half = 0.5f * x_scale.scale;
         y_half = 0.5f * y_scale.scale;
@@ -71,7 +79,7 @@ struct Pair {
     INLINE real ratio(real x, real y) const
     {
         if (ONE_TEMPERATURE && IS_16_BIT)
-            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high); /* its rounding counts with the normalisers' */
+            return fmaf(y - x, row.input_inv_temperature, -row.log_z_diff_high) - row.log_z_diff_low;
         return safe_logit_difference(y, row.target_inv_temperature, x, row.input_inv_temperature, row.log_z_diff_high,
                                      row.log_z_diff_low);
     }
@@ -216,6 +224,7 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
     __shared__ Whole found[SIDES];
 #if HAS_TARGET
     __shared__ Terms parts[WARPS];
+    __shared__ double excess; /* of the masses of q, that a row is to be summed again without; or 0 */
 #endif
     const real x_cap = (real)input_softcap, y_cap = (real)target_softcap;
     const Scale x_scale(input_inv_temperature), y_scale(target_inv_temperature);
@@ -242,30 +251,41 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
         }
         __syncthreads();
 #if HAS_TARGET
-        const Pair pair(found[0], found[1], x_scale, y_scale);
-        const Terms sums = sums_of(from, other, (int)vocab, pair, x_cap, y_cap);
-        Terms part = {};
+        Pair pair(found[0], found[1], x_scale, y_scale);
+#pragma unroll 1
+        for (int times = 1;; times++) {
+            const Terms sums = sums_of(from, other, (int)vocab, pair, x_cap, y_cap);
+            Terms part = {};
 #define SUM(kind) part.kind = warp_sum(sums.kind);
-        EACH_KIND(SUM)
-        SUM(q_minus_p)
-        SUM(slope)
-        if (lane == 0)
-            parts[warp] = part;
-        __syncthreads();
-        if (warp == 0) { /* before it writes there again, all are here for the next row's sides */
-            part = lane < WARPS ? parts[lane] : Terms {};
+            EACH_KIND(SUM)
+            SUM(q_minus_p)
+            SUM(slope)
+            if (lane == 0)
+                parts[warp] = part;
+            __syncthreads();
+            if (warp == 0) { /* before it writes there again, all are here for the next row's sides */
+                part = lane < WARPS ? parts[lane] : Terms {};
 #define WHOLE(kind) double kind = (double)pair.rest * warp_sum((double)part.kind);
-            EACH_KIND(WHOLE)
-            WHOLE(q_minus_p)
-            WHOLE(slope)
-            /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner
-               it is had as it is, and to the first order taken out. */
-            WITH_CORNER += 0.5 * q_minus_p * slope;
-            double *of_kind = numbers + NUMBER_KINDS * rows + r;
+                EACH_KIND(WHOLE)
+                WHOLE(q_minus_p)
+                WHOLE(slope)
+                /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner
+                   it is had as it is, and to the first order taken out. Where it is more than a small part of what the sides differ
+                   by, it is taken off log(p/q), and the row is summed again. */
+                const bool is_small = fabs(q_minus_p) <= 1e-3 * WITH_CORNER;
+                WITH_CORNER += 0.5 * q_minus_p * slope;
+                WITH_CORNER = WITH_CORNER < 0 ? 0 : WITH_CORNER; /* NaN stays */
+                double *of_kind = numbers + NUMBER_KINDS * rows + r;
 #define WRITE(kind) *of_kind = kind, of_kind += rows;
-            if (lane == 0) {
-                EACH_KIND(WRITE)
+                if (lane == 0) {
+                    excess = is_small || !(fabs(q_minus_p) < 1) ? 0 : q_minus_p;
+                    EACH_KIND(WRITE)
+                }
             }
+            __syncthreads();
+            if (excess == 0 || times == MOST_TIMES)
+                break;
+            pair.take_off(excess);
         }
 #endif
     }

@@ -7,6 +7,7 @@ float32, and in float64 where an input is; what is known of a row is float64 whe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -93,7 +94,7 @@ def _rows(work: Rows) -> None:
             stats, sums = chunk.sums()
             found.append((stats, sums))
             if work.figures is not None:
-                _keep(work.figures, part, (stats.input_lse, chunk.entropy(stats.input_lse)))
+                _keep(work.figures, part, (chunk.lse(stats.input_lse), chunk.entropy(stats.input_lse)))
             # Rows are finished together, but where a gradient waits for it.
             state = state_of(stats, sums, one.expand_as(sums.term)) if is_linear else finish(problem, stats, sums)[1]
         if any(work.wants):
@@ -182,9 +183,14 @@ class Chunk:
         stats = self.statistics(self.problem.has_moments)
         return stats, sums_of(stats) if self.problem.has_moments else self.accumulate(stats)
 
+    def lse(self, found: Tensor) -> Tensor:
+        """The input's, whose softmax is no number where all logits are -inf."""
+        return torch.where((self.x == -math.inf).all(-1), -math.inf, found)
+
     def entropy(self, lse: Tensor) -> Tensor:
         """Of the input, whose log-sum-exp is known."""
-        parts = (entropy_parts(self.problem, self.x[:, part], lse) for part in self.slices)
+        dtype = compute_dtype(self.x, self.y)
+        parts = (entropy_parts(self.problem, self.x[:, part], lse, dtype) for part in self.slices)
         return entropy_of(sum(parts, lse.new_zeros((2, lse.size(0)))))
 
     def expected(self, labels: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -230,12 +236,13 @@ def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | Non
     return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 
 
-def entropy_parts(problem: Problem, x: Tensor, lse: Tensor) -> Tensor:
+def entropy_parts(problem: Problem, x: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     """[2, rows], of these tokens of rows of logits: their mass, and -Σ q log q, which add up over a row's tokens.
 
     A token that has more than half of its row is left out: what its logarithm is rounded by may be more than the rest.
+    dtype: what the log-sum-exps were found in.
     """
-    side, dtype = problem.input, compute_dtype(x, x)
+    side = problem.input
     scale = inverse_temperature(side, dtype == torch.float64)
     reference, rest = parts_of_lse(lse, scale, dtype)
     logs = (capped(x.to(dtype), side.softcap) - reference.unsqueeze(-1)).mul_(scale).sub_(rest.unsqueeze(-1))
