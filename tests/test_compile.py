@@ -188,3 +188,12 @@ def test_kl_div_traced_with_sizes_that_are_symbols(reduction, generator):
     for rows in (5, 9):
         x, y = torch.randn(2, rows, 7, generator=generator).log_softmax(-1)
         torch.testing.assert_close(graph(x, y), run(x, y))
+
+
+@pytest.mark.parametrize(("call", "option"), [(divergence, "valid_vocab"), (linear, "chunk_rows")], ids=names)
+def test_counts_may_change(call, option, generator):
+    """A kernel's name has them: a compiler's symbol would be no text."""
+    compiled = torch.compile(lambda g, value: call(g, "mean", **{option: value}), fullgraph=True, backend="eager")
+    given = rows(4, generator)
+    for value in (3, 2, 1):
+        torch.testing.assert_close(compiled(given, value), call(given, "mean", **{option: value}))

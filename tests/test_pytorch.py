@@ -413,3 +413,26 @@ def test_numpys_numbers_are_numbers(generator):
     x, y = pair("logits", (3, 7), generator, "cpu")
     numpy = x.detach().float().numpy().dtype.type(2)
     assert kullback.divergence(x, y, temperature=numpy) == kullback.divergence(x, y, temperature=2.0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+@pytest.mark.parametrize("kind", ["alpha", "renyi"])
+@pytest.mark.parametrize("with_labels", [False, True])
+def test_rows_of_weight_0_whose_loss_is_infinite(backend, kind, with_labels):
+    """Of float32 rows on a CPU, in whichever way the others are summed."""
+    x = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -torch.inf]], requires_grad=True)
+    y = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    options = {"labels": torch.tensor([0, 1])} if with_labels else {}
+    loss = kullback.divergence(x, y, kind, alpha=2.0, row_weight=torch.tensor([1, 0]), **options)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert loss.isfinite()
+    assert gradient[0].abs().min() > 0
+    assert (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+def test_a_large_mask_of_one_side(backend):
+    """What its product with an order rounds is no mass."""
+    x, y = torch.tensor([[0.08, -1e17]], dtype=torch.float64), torch.tensor([[0.137, 0.07]], dtype=torch.float64)
+    assert kullback.divergence(x, y, "renyi", alpha=2.0).item() == pytest.approx(1e17)
+    assert kullback.divergence(x, y, "alpha", alpha=2.0).item() == torch.inf

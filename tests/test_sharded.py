@@ -80,3 +80,36 @@ def test_operands_that_lie_otherwise_are_refused(mesh):
         kullback.divergence(sharded, sharded, reduction="sum", row_weight=weight)
     with pytest.raises(ValueError, match="inplace=True is for plain eager calls"):
         kullback.divergence(sharded + 0, sharded, inplace=True)
+
+
+def labels_of(x):
+    return torch.arange(x[..., 0].numel()).view(x.shape[:-1]) % x.size(-1)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(1), Shard(2)])
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_a_normalizer_is_a_number_or_a_tensor(mesh, placement, has_labels):
+    x, y, _ = rows()
+    whole = {"labels": labels_of(x)} if has_labels else {}
+    lies = Replicate() if placement == Shard(2) else placement
+    local = {name: distribute_tensor(labels, mesh, [lies]) for name, labels in whole.items()}
+    given, target = (distribute_tensor(t, mesh, [placement]) for t in (x, y))
+    expected = kullback.divergence(x, y, normalizer=2.5, **whole)
+    normalizer = torch.tensor(2.5)
+    for each in (2.5, normalizer, distribute_tensor(normalizer, mesh, [Replicate()])):
+        student = given.detach().requires_grad_()
+        loss = kullback.divergence(student, target, normalizer=each, **local)
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        loss.backward()
+        assert student.grad.full_tensor().abs().max() > 0
+
+
+def test_weights_of_labels_alone_have_a_gradient(mesh):
+    x, _, weight = rows()
+    labels = labels_of(x)
+    plain, split = weight.clone().requires_grad_(), distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    kullback.divergence(x, None, labels=labels, row_weight=plain).backward()
+    given = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, labels))
+    x, labels = given
+    kullback.divergence(x, None, labels=labels, row_weight=split).backward()
+    torch.testing.assert_close(split.grad.full_tensor(), plain.grad)

@@ -1,5 +1,6 @@
 """Statistics and sums of rows are monoids; a row in pieces gives the whole row's result, in every backend."""
 
+import math
 import pickle
 
 import pytest
@@ -25,7 +26,7 @@ from kullback.state import (
 )
 from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
-from tests.kinds import EVERY_BACKEND, KINDS
+from tests.kinds import EVERY_BACKEND, GPU, KINDS
 from tests.samples import masked, sample
 from tests.tolerances import relative_error
 
@@ -172,6 +173,30 @@ def test_pieces_that_lack_a_side(backend, device, generator, kind):
     together = whole(problem, x, y, upstream)
     for mine, once in zip(ours, together, strict=True):
         torch.testing.assert_close(mine, once, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "c", "emulated", GPU], indirect=True)
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.3, 0.6, 0.7, 0.9])
+@pytest.mark.parametrize("vocab", [3, 700])
+def test_rows_whose_sides_share_no_token(backend, device, generator, alpha, vocab):
+    """Σ p^a q^(1-a) is 0, and what rounding leaves of 1 is not that; in one piece of a row, too."""
+    x, y = (sample("logits", (3, vocab), generator) for _ in range(2))
+    is_of_x = torch.arange(vocab) % 3 > 0
+    x[:2, ~is_of_x], y[:2, is_of_x] = -math.inf, -math.inf
+    x[2, : vocab // 2][~is_of_x[: vocab // 2]] = -math.inf
+    y[2, : vocab // 2][is_of_x[: vocab // 2]] = -math.inf
+    x, y = x.to(device), y.to(device)
+    upstream = torch.ones(3, dtype=torch.float64, device=device)
+    for kind, expected in (("alpha", 1 / (alpha * (1 - alpha))), ("renyi", math.inf)):
+        problem = Problem(kind, Side("logits"), Side("logits"), alpha)
+        losses, d_input, d_target = whole(problem, x, y, upstream)
+        assert losses[:2].tolist() == pytest.approx([expected] * 2, rel=1e-6)
+        if kind == "alpha":
+            assert max(d_input[:2].abs().max(), d_target[:2].abs().max()) < 1e-5
+        in_two = in_pieces(problem, x, y, upstream, (vocab // 2,))[0]
+        torch.testing.assert_close(in_two, losses, rtol=1e-5, atol=0)
+        exact = oracle.divergence(x.double().cpu(), y.double().cpu(), kind, alpha=alpha, temperature=1.0)
+        torch.testing.assert_close(losses[2].cpu(), exact[2], rtol=1e-5, atol=0)
 
 
 @EVERY_BACKEND

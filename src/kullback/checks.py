@@ -526,12 +526,15 @@ def widens_logits(dtype: torch.dtype | None, own: torch.dtype) -> bool:
     return dtype != own
 
 
-def check_chunk_rows(chunk_rows: int | None) -> None:
-    if chunk_rows is not None:
-        if isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int):
-            raise TypeError(f"chunk_rows must be an integer; got {type(chunk_rows).__name__}")
-        if chunk_rows < 1:
-            raise ValueError(f"chunk_rows must be positive; got {chunk_rows}")
+def chunk_rows(given: SupportsIndex | None) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, (int, SupportsIndex)):
+        raise TypeError(f"chunk_rows must be an integer; got {type(given).__name__}")
+    count = operator.index(given)
+    if count < 1:
+        raise ValueError(f"chunk_rows must be positive; got {count}")
+    return count
 
 
 def projection(
@@ -681,7 +684,7 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
             raise ValueError(f"{name} comes with a call of the module; it is no option that a module keeps")
     check_name("reduction", given.pop("reduction", "mean"), REDUCTIONS)
     check_name("tail", given.pop("tail", "bucket"), TAILS)
-    check_chunk_rows(given.pop("chunk_rows", None))
+    chunk_rows(given.pop("chunk_rows", None))
     check_dtype("logits_dtype", given.pop("logits_dtype", None))
     inplace = given.pop("inplace", False)
     check_flag("inplace", inplace)

@@ -350,8 +350,13 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
         select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,
         d_log_q,
-        lambda total: finish(x.tilted_lse + log1p(-(alpha * other * total))),
+        lambda total: finish(x.tilted_lse + log_of_rest(alpha * other * total)),
     )
+
+
+def log_of_rest(shortfall: Value) -> Value:
+    """log(1 - shortfall) of Σ p^a q^(1-a), where that is next to 1, or 0: then what is left is rounding."""
+    return log1p(-where(shortfall > 0.9, 1.0, shortfall))
 
 
 def divergence_from(m: Value, mass: Value, log_over_m: Value, over: Value) -> Value:

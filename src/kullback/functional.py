@@ -377,7 +377,7 @@ def _of_labelled_rows(
     weight = checks.row_weight(row_weight, input)
     if is_mean:
         total = weight.sum()
-        normalizer = total.full_tensor() if sharded.is_dtensor(total) else total
+        normalizer = total.full_tensor() if sharded.is_dtensor(total) and not total.requires_grad else total
     return torch.where(counts, weight, 0), normalizer
 
 
@@ -652,7 +652,7 @@ def linear_divergence(
     tensor(0.3776)
     """
     backends.begin()
-    checks.check_chunk_rows(chunk_rows)
+    chunk_rows = checks.chunk_rows(chunk_rows)
     if in_functorch():
         raise RuntimeError(
             "linear_divergence does not work inside torch.func transforms; use divergence(F.linear(input, weight), ...)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +85,8 @@ def key_of(task: Task) -> str:
     """All but the numbers; with `scalars_of` what an operator takes."""
     wants = "".join(str(int(wanted)) for wanted in task.wants)
     flags = f"{int(task.widens)} {int(task.sums_hidden)} {wants}"
-    return f"{task.problem.key} {str(task.dtype).removeprefix('torch.')} {task.chunk_rows} {flags}"
+    dtype, chunk_rows = str(task.dtype).removeprefix("torch."), operator.index(task.chunk_rows)
+    return f"{task.problem.key} {dtype} {chunk_rows} {flags}"
 
 
 def scalars_of(task: Task) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,7 +78,8 @@ class Problem:
         """All but the numbers; with `scalars` what an operator takes."""
         group, first_token, width = self.shard
         place = f" {first_token} {width} {group}" if group else ""
-        return f"{self.kind} {self.input.form} {self.target.form} {self.vocab} {int(self.is_gathered)}{place}"
+        vocab = operator.index(self.vocab)  # a compiler's symbol is no text
+        return f"{self.kind} {self.input.form} {self.target.form} {vocab} {int(self.is_gathered)}{place}"
 
     @property
     def scalars(self) -> tuple[float, ...]:

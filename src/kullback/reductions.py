@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.problem import accumulator
-from kullback.tracing import in_functorch, is_symbolic
+from kullback.tracing import PLAIN, in_functorch, is_symbolic
 
 
 class Reduction(NamedTuple):
@@ -63,7 +63,8 @@ def reduction_of(
     if name == "sum":
         return Reduction(row_weight, 1.0, False, dtype)
     if isinstance(normalizer, Tensor):
-        if normalizer.requires_grad or in_functorch():
+        # Folded into the weights it costs no operation; of DTensors these lie as rows do, and a number does not.
+        if normalizer.requires_grad or in_functorch() or (row_weight is None and type(input) not in PLAIN):
             return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
         inverse = 1 / one_for_zero(normalizer.detach().to(input.device, accumulator(input)))
         return Reduction(inverse if row_weight is None else row_weight * inverse, 1.0, False, dtype)

@@ -265,8 +265,12 @@ class Piece:
                     result, factor = marks.take_off(result * column), 1.0
                 if side.softcap:
                     result = result * softcap_grad(self.values[name], side.softcap)
-                if skips and isinstance(column, Tensor) and self.way in (Way.EXACT, Way.PARTIALS):
-                    result = torch.where(column == 0, 0, result)
+                if skips and isinstance(column, Tensor):
+                    is_skipped = column == 0
+                    if self.way in (Way.EXACT, Way.PARTIALS) or bool(
+                        is_skipped.any()
+                    ):  # else no device has to be asked
+                        result = torch.where(is_skipped, 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
 
     def _pulled_back(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -328,9 +332,9 @@ class Piece:
             is_infinite = found["d_log_p"].isinf() | found["d_log_q"].isinf()
             found["term"] = torch.where(is_infinite, math.inf, term)
         if problem.is_normalised and problem.formula.has_tilted_lse and self.elements.known is not None:
-            # Against an infinite log-sum-exp an infinite mass would be NaN.
-            is_finite = self.elements.known.tilted_lse < math.inf
-            found = {name: torch.where(is_finite, total, 0.0) for name, total in found.items()}
+            # Against it they are 0, but for what rounds its masses; against an infinite one they would be NaN.
+            is_near = self.elements.known.tilted_lse == 0
+            found = {name: torch.where(is_near, total, 0.0) for name, total in found.items()}
         nothing = self._numbers(0.0)
         sums = (found.get(name, nothing) for name in ("term", "d_log_p", "d_log_q"))
         # Both sides' masses sum to 1. What the log-ratios have in common, an error of 1e-7, enters sums squared.
