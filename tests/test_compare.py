@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import kullback
 from kullback import compare
-from kullback.cli import comparison, evaluate, interrupts, tables
+from kullback.cli import comparison, evaluate, interrupts, tables, writing
 from kullback.cli.commands import app
 
 ROOT = Path(__file__).parent.parent
@@ -451,6 +451,13 @@ def test_a_cut_prompt_of_vllm_costs_its_own_rows_alone(tmp_path, hidden):
     has[first, found["rows_read"] - ROWS :] = False
     assert ROWS - 6 <= found["rows_read"] < ROWS
     assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl[has].mean(), rel=1e-6)
+    order = sorted(range(WINDOWS), key=lambda i: tokens[i].tolist())  # as files without tokens have to have them
+    logits = logits_of(candidate, head)[order].astype(np.float32)
+    save_file({"logits": logits.reshape(ROWS, VOCAB)}, tmp_path / "flat.safetensors")
+    for files in ((tmp_path / "b", tmp_path / "flat.safetensors"), (tmp_path / "flat.safetensors", tmp_path / "b")):
+        again = found_by(tmp_path, *files, code=1)
+        assert again["rows_read"] == found["rows_read"]
+        assert again["candidates"][0]["kl"]["max"] < 1e-5
 
 
 def test_hidden_states_before_the_norm_are_refused(tmp_path, hidden):
@@ -730,6 +737,7 @@ def test_no_head_is_written_over(tmp_path, hidden):
     assert (tmp_path / "a/head.safetensors").read_bytes() == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others' names are UTF-8")
 def test_outputs_of_odd_names_and_places(tmp_path, files):
     """Names as long as a folder takes; a path that is not UTF-8, in reports; files that may be written and not read."""
     long = tmp_path / ("模" * 83 + ".json")
@@ -738,24 +746,44 @@ def test_outputs_of_odd_names_and_places(tmp_path, files):
     (tmp_path / "old.md").write_text("old")
     (tmp_path / "old.md").chmod(0o200)
     outputs = ["--json", long, "--html", tmp_path / "a.html", "--markdown", tmp_path / "old.md"]
-    done = in_process(files[0], odd, *outputs)
+    done = command(files[0], odd, files[1], *outputs, "--rows", tmp_path / "rows.safetensors")
     assert done.returncode == 0, done.stderr
     assert b"caf?.safetensors" in done.stdout
-    assert json.loads(long.read_text())["candidates"][0]["name"] == "caf?.safetensors"
+    assert [each["name"] for each in json.loads(long.read_text())["candidates"]] == ["caf?.safetensors", files[1].name]
+    assert floats_of(tmp_path / "rows.safetensors", "caf?.safetensors.kl").shape == (ROWS,)
     assert "KL divergence" in (tmp_path / "old.md").read_bytes().decode()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def in_process(*arguments, **environment):
-    command = [sys.executable, "-m", "kullback", "compare", *arguments]
+def command(*arguments, **environment):
+    line = [sys.executable, "-m", "kullback", "compare", *arguments]
     more = {"PYTHONPATH": str(ROOT / "src")} | environment
-    return subprocess.run(command, env=os.environ | more, capture_output=True, check=False)
+    return subprocess.run(line, env=os.environ | more, capture_output=True, check=False)
 
 
 def test_a_terminal_without_unicode():
-    done = in_process(FIXTURE / "base.kld", FIXTURE / "candidate-run", PYTHONIOENCODING="ascii")
+    done = command(FIXTURE / "base.kld", FIXTURE / "candidate-run", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert b"95 % interval" in done.stdout
+
+
+def test_an_output_through_a_link(tmp_path, files):
+    """Its target is written whole; a head that a link leads to is no output."""
+    target, link = tmp_path / "there.safetensors", tmp_path / "link.safetensors"
+    target.write_bytes(b"")
+    link.symlink_to(target)
+    assert run(*files, "--rows", link).exit_code == 0
+    assert link.is_symlink()
+    assert floats_of(target, "kl").shape == (ROWS,)
+
+
+def test_two_processes_write_beside_each_other(tmp_path, monkeypatch):
+    """Though they have one number, as in two containers."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    places = [writing.beside(tmp_path / name) for name in ("a.json", "b.json")]
+    assert places[0] != places[1]
+    writing.put_text(tmp_path / "a.json", "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_file_cut_in_half_is_cut_whatever_its_tensors(tmp_path):
@@ -1119,6 +1147,22 @@ def test_rows_that_one_file_lacks_count_for_none(tmp_path):
     assert any(f"{16 * 8} more rows of the reference are not in" in warning for warning in found["warnings"])
 
 
+def test_differences_are_of_the_rows_that_both_have(tmp_path, pair):
+    """Though no row is a number in all."""
+    reference, candidate, _ = pair
+    save_file({"logits": reference}, tmp_path / "reference.safetensors")
+    names = []
+    for i, size in enumerate((0.5, 1.0, 2.0)):
+        logits = reference + size * (candidate - reference)
+        logits[4 * i : 4 * i + 4] = np.nan
+        names.append(tmp_path / f"{i}.safetensors")
+        save_file({"logits": logits}, names[-1])
+    found = found_by(tmp_path, tmp_path / "reference.safetensors", *names)
+    assert [(each["worse"][0], each["better"][0]) for each in found["differences"]] == [("1", "0"), ("2", "1")]
+    kl = [kl_rows(reference, reference + size * (candidate - reference)) for size in (0.5, 1.0)]
+    assert found["differences"][0]["mean"] == pytest.approx((kl[1] - kl[0])[8:].mean(), rel=1e-4)
+
+
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_candidates_that_lack_what_others_have(tmp_path, pair, order):
     """One whose rows of a group, and of all labels, are not numbers, beside one that has them."""
@@ -1140,9 +1184,10 @@ def test_candidates_that_lack_what_others_have(tmp_path, pair, order):
     assert re.search(r"^\| 10 \| 16 \|", text, re.M)
     assert "The text's own tokens" in text
     assert f"{ROWS} rows of {VOCAB} tokens in {WINDOWS} windows" in text
-    (note,) = (warning for warning in found["warnings"] if "not numbers" in warning)
-    assert ("2.safetensors" in note, "1.safetensors" in note) == (True, False)
-    assert ("the floor" in note) == (order == (1, 2))
+    notes = [warning for warning in found["warnings"] if "not numbers" in warning]
+    whose = ["2.safetensors", *(["the floor"] if order == (1, 2) else [])]
+    assert [f"16 rows are not numbers (NaN) in {name} or the reference" in note
+            for name, note in zip(whose, notes, strict=True)] == [True] * len(whose)  # fmt: skip
     assert sorted(set(floats_of(tmp_path / "rows.safetensors", "1.safetensors.group"))) == [*range(10, 16)]
     (of_pair,) = found["differences"]
     both = kl_rows(reference, candidate)[2:].mean()
@@ -1324,8 +1369,15 @@ def test_markdown_shows_tokens_as_they_are():
     }
     table = tables.worst({"name": "a\nb", "worst": [row]})
     assert table.rows[0][4] == "\ufffd[1m"
-    cells = [tables.MARKUP.sub(r"\\\1", cell) for cell in table.rows[0]]
-    assert cells[1:4] == ["\\<s> a\\|b⏎\\`c\\`", "\\\\", "\\*x\\*"]
+    candidates = [{"name": "a_b", "blocks": 1, "worst": [row]}]
+    found = {"reference": {"path": "a&amp;b"}, "rows_read": 0, "vocab": 3, "blocks_are": "windows", "first_position": 0}
+    text = tables.markdown(
+        found | {"score": "all", "formula": "exact", "warnings": ["~~x~~"], "candidates": candidates}
+    )
+    assert "| 1.000000 | \\<s> a\\|b⏎\\`c\\` | \\\\ | \\*x\\* | \ufffd\\[1m |" in text
+    assert "Worst rows of a\\_b" in text
+    assert "Reference: a\\&amp;b" in text
+    assert "\\~\\~x\\~\\~" in text
 
 
 def test_rows_are_written(tmp_path, files, pair):

@@ -241,6 +241,7 @@ def test_a_shard_that_was_cut_is_made_again(loaded, text, tmp_path, monkeypatch)
     ({"text": ["a"]}, "text must be a string"),
     ({"text": "a", "kind": None}, "kind must be a string or a number; got None"),
     ({"text": "a", "kind": {}}, "kind must be a string or a number"),
+    ({"text": "a", "kind": True}, "kind must be a string or a number; got True"),
     ({"text": "\ud800", "kind": "a"}, "line 1 is no text in UTF-8"),
     ({"text": "a", "kind": "\ud800"}, "line 1 is no text in UTF-8"),
 ])  # fmt: skip
@@ -256,10 +257,16 @@ def test_what_a_model_cannot_read_is_refused(loaded, text, tmp_path):
     read.tokens[2, 3] = VOCAB
     with pytest.raises(runs.MismatchError, match=f"the text has the token {VOCAB}, and the model has {VOCAB}"):
         record.record(loaded, read, tmp_path / "run", "hidden", torch.float32, lambda count: None)
+    assert not (tmp_path / "run").exists()
     loaded.model.config.max_position_embeddings = WINDOW - 1
-    with pytest.raises(runs.MismatchError, match=f"windows have {WINDOW}: --window {WINDOW - 1}"):
+    recorded(loaded, text, tmp_path / "rotary")
+    loaded.model.wpe = torch.nn.Embedding(WINDOW - 1, HIDDEN)
+    with pytest.raises(runs.MismatchError, match=f"windows have {WINDOW}: cut the text by --window {WINDOW - 1}"):
         recorded(loaded, text, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    short = text.with_name("short.txt")
+    short.write_text("abcdef", encoding="utf-8")
+    recorded(loaded, short, tmp_path / "run")  # in a window that is not full
 
 
 def test_a_folder_of_other_files_is_refused(loaded, text, tmp_path):
@@ -269,6 +276,16 @@ def test_a_folder_of_other_files_is_refused(loaded, text, tmp_path):
     with pytest.raises(runs.MismatchError, match=r"has other files \(config.json\)"):
         recorded(loaded, text, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads/head.safetensors").write_bytes(b"")
+    with pytest.raises(runs.MismatchError, match=r"has other files \(head.safetensors\)"):
+        recorded(loaded, text, tmp_path / "heads")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/.gitkeep").write_bytes(b"")
+    recorded(loaded, text, tmp_path / "empty")
+    (tmp_path / "empty/run.json").unlink()  # as if it had only begun
+    (tmp_path / "empty/rows-00001-of-00001.safetensors").unlink()
+    recorded(loaded, text, tmp_path / "empty")
 
 
 def test_columns_of_rows_beside_a_recording(loaded, text, tmp_path):

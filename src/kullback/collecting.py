@@ -96,11 +96,8 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     rows, dtype = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
     logit = None
     if labels is not None:
-        x_rows = problem.narrow(as_rows(x))
-        x_rows = (
-            x_rows.double() if compute_dtype(x, operands.target) == torch.float64 else x_rows
-        )  # as its loss has them
-        logit = logits_at(problem, x_rows, row_vector(labels, rows))
+        dtype_of_loss = compute_dtype(x, operands.target)
+        logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows), dtype_of_loss)
         if operands.row_weight is not None:
             logit = logit.masked_fill(row_vector(operands.row_weight, rows) == 0, torch.nan)
     return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)
@@ -113,14 +110,17 @@ def of_no_rows(hidden: Tensor, labels: Tensor | None) -> Begun:
     return Begun(torch.Size([0]), dtype, none, None if labels is None else none[0])
 
 
-def logits_at(problem: Problem, x: Tensor, labels: Tensor) -> Tensor:
-    """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none."""
+def logits_at(problem: Problem, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of rows [rows, vocab] the labels' logits as they count, whichever rank has them; NaN where there is none.
+
+    dtype: what log-sum-exps are found in. A kernel knows that of the rows alone.
+    """
     group = problem.shard.group
-    if not group and not is_traced(x):
+    if not group and not is_traced(x) and dtype == compute_dtype(x, x):
         logits = x.new_empty(x.size(0), dtype=accumulator(x))
         backends.run(Labels(labels, x.size(1), problem.input, x, logits))
         return logits
-    own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)))
+    own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)), dtype)
     if group:
         own = parallel.all_gather(own, parallel.resolved(group)).sum(0)
     return torch.where(labels < 0, torch.nan, own)

@@ -817,7 +817,9 @@ def row_statistics(
 
     Raises:
         TypeError, ValueError: as of `divergence`; labels of another shape or dtype or, on a CPU, that are no
-            tokens; DTensors, and tensors that something traces or transforms. torch.compile leaves the call to Python.
+            tokens; DTensors, and tensors that something traces or transforms.
+
+    torch.compile leaves the call to Python, and so its `fullgraph` refuses it.
 
     Sources: docs/mathematics.md. The rank of a token is the number of tokens with more mass.
 
@@ -851,14 +853,11 @@ def row_statistics(
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
     given = checks.labels_of(labels, input, tokens)
-    sides = [(problem.narrow(as_rows(t)), side.form) for t, side in zip((input, other), problem.sides, strict=True)]
-
-    def logits_of(rows: slice) -> list[Tensor]:
-        given = statistics.as_one([values[rows] for values, _ in sides])
-        return [statistics.as_logits(values, form) for values, (_, form) in zip(given, sides, strict=True)]
-
-    copies = input.dtype != other.dtype or any(form == "probs" for _, form in sides)
-    return statistics.of_rows(problem, logits_of, input.shape[:-1], tokens, given, target is not None, copies)
+    sides = [problem.narrow(as_rows(t)) for t in (input, other)]
+    is_double = [side.dtype == torch.float64 for side in sides]
+    copies = any(is_double) > all(is_double) or "probs" in (problem.input.form, problem.target.form)
+    values_of = lambda rows: [side[rows] for side in sides]
+    return statistics.of_rows(problem, values_of, input.shape[:-1], tokens, given, target is not None, copies)
 
 
 @untraced

@@ -164,7 +164,8 @@ def _whole_rows(work: Rows) -> tuple[Tensor, RowState]:
         backends.run(Rows(problem, operands, "statistics", found=stats))
         labels = _own_labels(work)
         if labels is not None:
-            logit = label_logits(problem.input, problem.narrow(as_rows(operands.input)), labels)
+            dtype = compute_dtype(operands.input, operands.target)
+            logit = label_logits(problem.input, problem.narrow(as_rows(operands.input)), labels, dtype)
         known = all_gather(torch.cat([stats, logit.unsqueeze(0)]) if problem.has_auxiliary else stats, group)
         merged = merge_stats(problem, [unpacked(RowStats, piece[: len(stats)]) for piece in known])
         stats = _pack(problem, merged)

@@ -69,24 +69,26 @@ def overlap(input: Tensor, ids: Tensor) -> Tensor:
 
 def of_rows(
     problem: Problem,
-    logits_of: Callable[[slice], Sequence[Tensor]],
+    values_of: Callable[[slice], Sequence[Tensor]],
     shape: torch.Size,
     tokens: int,
     labels: Tensor | None,
     has_target: bool,
     copies: bool,
 ) -> RowStatistics:
-    """Of rows of that shape. `logits_of` gives some rows' logits, of the input first and of the target last.
+    """Of rows of that shape. `values_of` gives some rows of the input first and of the target last, in their forms.
 
     `copies`: whether that takes memory, so that it is done a chunk at a time.
     """
     given = None if labels is None else labels.reshape(-1)
+    forms = [side.form for side in problem.sides]
     own, other = (side._replace(form="logits") for side in problem.sides)
     problem = dataclasses.replace(problem, input=own, target=other)
     parts = []
     count = shape.numel()
     for rows in _chunks(count, max(1, CHUNK // tokens) if copies else max(1, count)):
-        sides, ids = as_one(logits_of(rows)), None if given is None else given[rows]
+        values, ids = as_one(values_of(rows)), None if given is None else given[rows]
+        sides = [as_logits(of_side, form) for of_side, form in zip(values, forms, strict=False)]
         parts.append(_of_chunk(problem, sides[0], sides[-1] if has_target else None, ids))
     return _joined(parts, shape)
 
@@ -129,7 +131,7 @@ def _log_probs(side: Side, logits: Tensor, lse: Tensor, tokens: Tensor) -> Tenso
 
 
 def as_one(sides: Sequence[Tensor]) -> Sequence[Tensor]:
-    """In float64 all, if one is: so are the log-sum-exps that their elements are taken against."""
+    """All in float64 if one is, as their log-sum-exps are."""
     return [side.double() for side in sides] if any(side.dtype == torch.float64 for side in sides) else sides
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 # Private, and so by name; where one is missing every call counts as traced: slower, never wrong.
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -23,6 +22,7 @@ _is_wrapped: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
 )
 _unwrapped: Callable[[Tensor], Tensor] = getattr(torch._C._functorch, "get_unwrapped", lambda tensor: tensor)
+_Fake: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
 _forward_ad = torch.autograd.forward_ad
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -63,7 +63,7 @@ def untraced(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether it has a shape and no numbers."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, _Fake)
 
 
 def is_symbolic(number: float) -> bool:

@@ -29,7 +29,7 @@ from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
 from kullback.cli import evaluate, writing
 from kullback.cli import rows as rows_module
-from kullback.cli.options import one_of, writable
+from kullback.cli.options import USAGE, not_written, one_of, writable
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
@@ -91,8 +91,8 @@ def _put(option: str, path: Path, text: str) -> None:
     try:
         writing.put_text(path, text)
     except writing.NotWrittenError as error:
-        typer.echo(f"Error: {option}: {error}", err=True)
-        raise typer.Exit(evaluate.USAGE) from error
+        not_written(option, error)
+        raise typer.Exit(USAGE) from error
 
 
 def _wrote(path: Path) -> None:

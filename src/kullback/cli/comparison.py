@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import kullback
+from kullback.cli import tables
 from kullback.cli.interrupts import held_back
 from kullback.cli.runs import (
     APPLIED,
@@ -41,9 +42,12 @@ SAMPLE, SAMPLED = 16, 200  # one row of 16 is asked what its rounding does, or s
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The last parts of paths if they tell them apart."""
-    short = [path.name or str(path) for path in paths]
-    return short if len(set(short)) == len(short) else [str(path) for path in paths]
+    """The last parts of paths if they tell them apart, as text."""
+    names = [[tables.shown(name) for name in (path.name or str(path), str(path))] for path in paths]
+    for each in zip(*names, strict=True):
+        if len(set(each)) == len(each):
+            return list(each)
+    return [f"{name} ({i})" for i, (_, name) in enumerate(names, 1)]  # bytes that are no text looked alike
 
 
 @dataclass
@@ -247,10 +251,17 @@ def _rows_in(source: Source, reference: Source) -> Tensor:
     """For each row of the reference, the source's; -1 where it has none."""
     layout, own = reference.layout, source.layout
     if layout.tokens is None or own.tokens is None:
-        return torch.arange(len(layout.window))
+        rows = torch.empty_like(layout.window)
+        rows[_in_order(layout)] = _in_order(own)
+        return rows
     places = torch.full((len(own.tokens), own.length), -1)
     places[own.window, own.position] = torch.arange(len(own.window))
     return places[_windows_in(source, reference)[layout.window], layout.position]
+
+
+def _in_order(layout: Layout) -> Tensor:
+    """Its rows by window and position: those that a file lacks come last in it."""
+    return (layout.window * layout.length + layout.position).argsort()
 
 
 @contextmanager
@@ -471,15 +482,15 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
 
 
 def differences(reports: dict[str, Report]) -> Iterator[dict[str, Any]]:
-    """In the order of their means, each candidate against the next better one: of rows that are numbers in all."""
-    kl = {name: report.rows()["kl"].double() for name, report in reports.items()}
-    numbers = ~torch.stack(list(kl.values())).isnan().any(0)
-    if not numbers.any():
-        return
-    mean = {name: float(rows[numbers].mean()) for name, rows in kl.items()}
-    order = sorted(mean, key=lambda name: mean[name])
-    for better, worse in itertools.pairwise(order):
-        yield {"worse": worse, "better": better} | paired(reports[worse], reports[better])
+    """In the order of their means, each candidate against the next better one, by the rows that both have."""
+    mean = {name: float(report.rows()["kl"].double().nanmean()) for name, report in reports.items()}
+    for better, worse in itertools.pairwise(sorted(mean, key=lambda name: mean[name])):
+        found = paired(reports[worse], reports[better])
+        if found["mean"] < 0:  # by these rows the other one is
+            better, worse = worse, better
+            found = paired(reports[worse], reports[better])
+        if not math.isnan(found["mean"]):
+            yield {"worse": worse, "better": better} | found
 
 
 def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
@@ -509,13 +520,15 @@ def warnings(comparison: Comparison, found: dict[str, Any]) -> Iterator[str]:
     for name in found["left_out"]:
         yield f"{name} is left out: all its rows are not numbers (NaN or no finite logit)"
     summed = [*found["candidates"], *([found["floor"] | {"name": "the floor"}] if found["floor"] else [])]
-    without = {each["name"]: each["rows_not_numbers"] for each in summed if each.get("rows_not_numbers")}
-    for count in dict.fromkeys(without.values()):
-        names = ", ".join(name for name, of in without.items() if of == count)
-        yield f"{count} rows are not numbers (NaN) in {names} or in the reference, and left out of its figures"
-    blocks = max(each["blocks"] for each in found["candidates"])
-    if 0 < blocks < LEAST_BLOCKS:
-        yield f"no intervals: {blocks} independent {found['blocks_are']} are fewer than {LEAST_BLOCKS}"
+    for each in summed:
+        count = each.get("rows_not_numbers", 0)
+        if count:
+            yield f"{count} rows are not numbers (NaN) in {each['name']} or the reference, and left out of its figures"
+    few = [each for each in found["candidates"] if 0 < each["blocks"] < LEAST_BLOCKS]
+    for blocks in sorted({each["blocks"] for each in few}):
+        whose = ", ".join(each["name"] for each in few if each["blocks"] == blocks)
+        of = "" if len(few) == len(found["candidates"]) else f" of {whose}"
+        yield f"no intervals{of}: {blocks} independent {found['blocks_are']} are fewer than {LEAST_BLOCKS}"
 
 
 def decoder(sources: Sequence[Source]) -> Callable[[list[int]], str]:

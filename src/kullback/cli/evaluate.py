@@ -26,9 +26,9 @@ from torch import Tensor
 from kullback.cli import comparison as comparison_module
 from kullback.cli import html, runs, tables, writing
 from kullback.cli.interrupts import uninterrupted
-from kullback.cli.options import one_of, writable, writable_folder
+from kullback.cli.options import USAGE, not_written, one_of, writable, writable_folder
 
-INCOMPLETE, USAGE, MISMATCH, INTERRUPTED = 1, 2, 3, 130
+INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
 STORED = ("float16", "bfloat16", "float32")
 
 
@@ -94,6 +94,10 @@ def record(
     from kullback.cli import record as recorder
 
     try:
+        recorder.check_own(output)
+    except (runs.MismatchError, OSError) as error:
+        _refuse(error)
+    try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
     except (OSError, ValueError, SafetensorError) as error:
         told = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -103,7 +107,7 @@ def record(
         with _progress("windows", len(read.tokens)) as tell:
             there = recorder.record(loaded, read, output, what, getattr(torch, dtype), tell)
     except writing.NotWrittenError as error:
-        typer.echo(f"Error: {error}", err=True)
+        not_written("--output", error)
         raise typer.Exit(USAGE) from error
     except (runs.MismatchError, OSError) as error:
         _refuse(error)
@@ -250,7 +254,7 @@ def _write(option: str, path: Path, write: Callable[[Path], None]) -> bool:
     try:
         write(path)
     except writing.NotWrittenError as error:
-        typer.echo(f"Error: {option}: {error}", err=True)
+        not_written(option, error)
         return False
     return True
 
@@ -276,7 +280,7 @@ def show(found: dict[str, Any]) -> None:
     for line in tables.heading(found):
         out.print(line, markup=False, highlight=False)
     for warning in found["warnings"]:
-        out.print(f"[yellow]Note:[/] {escape(warning)}", highlight=False)
+        out.print(f"[yellow]Note:[/] {escape(tables.shown(warning))}", highlight=False)
     shown = list(tables.tables(found))
     of_worst = [tables.worst(each, SHOWN_WORST) for each in found["candidates"] if each.get("worst")]
     for each in [*shown, *of_worst]:

@@ -10,6 +10,12 @@ import typer
 
 from kullback.cli import writing
 
+USAGE = 2  # the exit status
+
+
+def not_written(option: str, error: writing.NotWrittenError) -> None:
+    typer.echo(f"Error: {option}: {error}", err=True)
+
 
 def one_of(option: str, value: str, known: Any) -> str:
     if value not in known:

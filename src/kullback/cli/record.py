@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,9 +137,6 @@ def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
     return Text(tokens[:windows], of_windows("document"), group, layout.names or [])
 
 
-_MAY_BE = "a string or a number", "a string"
-
-
 def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
     if path.suffix != ".jsonl":
         if column:
@@ -151,21 +149,22 @@ def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise MismatchError(f"{path}, line {number}: {error}") from error
             wanted = ["text", *([column] if column else [])]
             missing = [name for name in wanted if not isinstance(record, dict) or name not in record]
             if missing:
                 raise MismatchError(f"{path}, line {number} has no column {missing[0]!r}")
-            text, name = record["text"], record[column] if column else None
-            if not isinstance(text, str) or not isinstance(name, str | int | float | None) or (column and name is None):
-                odd, came = ("text", text) if not isinstance(text, str) else (column, name)
-                raise MismatchError(f"{path}, line {number}: {odd} must be {_MAY_BE[odd == 'text']}; got {came!r:.80}")
+            text, name = record["text"], record[column] if column else ""
+            if not isinstance(text, str):
+                raise MismatchError(f"{path}, line {number}: text must be a string; got {text!r:.80}")
+            if not (isinstance(name, str) or (type(name) in (int, float) and math.isfinite(name))):
+                raise MismatchError(f"{path}, line {number}: {column} must be a string or a number; got {name!r:.80}")
             try:
                 f"{text}{name}".encode()
             except UnicodeEncodeError as error:
                 raise MismatchError(f"{path}, line {number} is no text in UTF-8: {error}") from error
-            yield text, None if name is None else str(name)
+            yield text, str(name) if column else None
 
 
 def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha256: str) -> dict[str, Any]:
@@ -221,7 +220,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
                 f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
             )
     _check_tokens(model, text.tokens)
-    _check_own(folder)
+    check_own(folder)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"tokens": text.tokens, "document": text.document, "group": text.group}
     tensors = {name: column for name, column in columns.items() if column is not None}
@@ -231,7 +230,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     backend = getattr(loaded.tokenizer, "backend_tokenizer", None)
     if backend is not None:
         replace(folder / runs.TOKENIZER, lambda path: backend.save(str(path)))
-    described = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+    described = json.dumps(about, indent=2) + "\n"  # in ASCII: a path may be no text
     replace(folder / runs.HEADER, lambda path: path.write_text(described, encoding="utf-8"))
 
     step, names, there, first = about["windows_per_shard"], runs.shard_names(about["shards"]), 0, 0
@@ -253,24 +252,35 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
 
 
 def _check_tokens(model: Model, tokens: Tensor) -> None:
-    """That the model has an embedding of each token, and a place for each position."""
-    most, window = int(tokens.max()), tokens.size(1)
-    known = model.get_input_embeddings().num_embeddings
+    """That the model has an embedding of each token and, where it has a table of positions, of each position."""
+    embedding, most = model.get_input_embeddings(), int(tokens.max())
+    known = embedding.weight.size(0)
     if most >= known:
         raise MismatchError(f"the text has the token {most}, and the model has {known}: is its tokenizer another?")
-    places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
-    if window > places:
-        raise MismatchError(f"the model reads {places} tokens together, and windows have {window}: --window {places}")
+    modules = model.named_modules()
+    has_table = any(isinstance(m, torch.nn.Embedding) and POSITIONS.search(name) for name, m in modules)
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = int((tokens != NO_TOKEN).sum(-1).max())
+    if has_table and places and longest > places:
+        raise MismatchError(
+            f"the model reads {places} tokens together, and windows have {longest}: cut the text by --window {places}"
+        )
 
 
+POSITIONS = re.compile("wpe|position")  # as models call such a table; rotary ones have none
 OWN = runs.HEADER, runs.TOKENS, runs.HEAD, runs.TOKENIZER
 
 
-def _check_own(folder: Path) -> None:
-    """That files are not mixed with a model's or others: they have the same names."""
-    is_own = lambda name: name in OWN or name.startswith(("rows-", ".kullback."))
-    others = sorted(path.name for path in folder.iterdir() if not is_own(path.name)) if folder.is_dir() else []
-    if others and not (folder / runs.HEADER).exists():
+def check_own(folder: Path) -> None:
+    """That a recording is not mixed with a model's files or others: they have the same names.
+
+    One that has only begun has its tokens, which are written first.
+    """
+    if not folder.is_dir() or (folder / runs.HEADER).exists():
+        return
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"lost+found"}
+    others = sorted(names - {*OWN} if runs.TOKENS in names else names)
+    if others:
         raise MismatchError(f"{folder} has other files ({', '.join(others)[:80]}): give a folder of its own")
 
 

@@ -170,7 +170,7 @@ def check_share(path: Path, tables: Sequence[Table]) -> None:
     given, whole = sum(table.rows for table in tables), sum(table.whole for table in tables)
     if given > LEAST_SHARE * max(1, whole):
         raise MismatchError(
-            f"{path}: its header gives {given} rows, of which it has {whole}: less than one in {LEAST_SHARE}"
+            f"{path}: {given} rows are given by its header, and {whole} are there: less than one in {LEAST_SHARE}"
         )
 
 
@@ -666,7 +666,7 @@ class LlamaCpp:
         if vocab < self.vocab:
             likely = values.double() + torch.where(floored, math.log(BELOW_FLOOR[0]), 0.0)
             share = likely[:, :vocab].logsumexp(-1, keepdim=True) - likely.logsumexp(-1, keepdim=True)
-            values, floored = (values[:, :vocab] - share).float(), floored[:, :vocab]
+            values, floored = (values[:, :vocab] - share).clamp(max=0).float(), floored[:, :vocab]
         return Read(values, floored)
 
 
@@ -704,4 +704,13 @@ def is_part_of(path: Path, source: Path) -> bool:
     """Whether a resolved path is that of a source, or of what one in a folder is read from."""
     source = source.resolve()
     in_folder = path.parent == source and (path.suffix == ".safetensors" or path.name in (HEADER, TOKENIZER))
-    return path == source or in_folder or (path.exists() and path == source.parent / HEAD)
+    return path == source or in_folder or path in _heads_beside(source)
+
+
+def _heads_beside(source: Path) -> list[Path]:
+    """That of a single file of hidden states."""
+    head = source.parent / HEAD
+    try:
+        return [head.resolve()] if head.exists() and "hidden_states" in entries(source) else []
+    except (MismatchError, OSError):
+        return []

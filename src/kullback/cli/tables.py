@@ -206,10 +206,10 @@ def worst(candidate: Found, count: int | None = None) -> Table:
     rows = [
         [
             number(row["kl"]),
-            _shown(row.get("context", f"row {row['row']}")),
-            _shown(row.get("label_text", "")),
-            _shown(row["reference_says"]),
-            _shown(row["candidate_says"]),
+            shown(row.get("context", f"row {row['row']}")),
+            shown(row.get("label_text", "")),
+            shown(row["reference_says"]),
+            shown(row["candidate_says"]),
         ]
         for row in candidate["worst"][:count]
     ]
@@ -217,9 +217,10 @@ def worst(candidate: Found, count: int | None = None) -> Table:
     return Table(f"Worst rows of {candidate['name']}", columns, rows, is_prose=True)
 
 
-def _shown(text: str) -> str:
-    """On one line, with its spaces, and nothing that a terminal would obey."""
-    return CONTROLS.sub("\ufffd", text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", ""))
+def shown(text: str) -> str:
+    """On one line, with its spaces, and nothing that a terminal would obey or UTF-8 has not."""
+    text = CONTROLS.sub("\ufffd", text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", ""))
+    return text.encode("utf-8", "replace").decode()
 
 
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -231,7 +232,7 @@ def heading(found: Found) -> list[str]:
     score = f"positions from {first} on" if first else "all positions"
     blocks = max(each["blocks"] for each in found["candidates"])
     lines = [
-        f"Reference: {_shown(found['reference']['path'])}",
+        f"Reference: {shown(found['reference']['path'])}",
         f"{found['rows_read']} rows of {found['vocab']} tokens in {blocks} {found['blocks_are']}",
         f"Scored: {score} (--score {found['score']})",
     ]
@@ -241,7 +242,7 @@ def heading(found: Found) -> list[str]:
 
 
 def markdown(found: Found) -> str:
-    escape = lambda text: MARKUP.sub(r"\\\1", _shown(text))
+    escape = lambda text: MARKUP.sub(r"\\\1", shown(text))
     parts = ["# KL divergence report", *map(escape, heading(found))]
     parts += [f"> **Note.** {escape(warning)}" for warning in found["warnings"]]
     for table in [*tables(found), *(worst(each) for each in found["candidates"] if each.get("worst"))]:
@@ -255,4 +256,4 @@ def markdown(found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-MARKUP = re.compile(r"([\\`*|<\[])")  # what Markdown would not show as it stands
+MARKUP = re.compile(r"([\\`*_~|<&\[])")  # what Markdown would not show as it stands

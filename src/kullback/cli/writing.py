@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,13 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def put(path: Path, write: Callable[[Path], Any]) -> None:
-    """As `replace`, but devices and links are written into."""
-    if is_replaced(path):
-        replace(path, write)
+    """As `replace`, of what a link leads to; written in place where a folder takes no new file, and into devices."""
+    place = path.resolve()
+    if is_replaced(place):
+        replace(place, write)
         return
     try:
-        write(path)
+        write(place)
     except OSError as error:
         raise NotWrittenError(f"{path} could not be written: {error}") from error
 
@@ -53,14 +55,14 @@ def put_text(path: Path, text: str) -> None:
     put(path, lambda place: place.write_text(text, encoding="utf-8", errors="replace"))
 
 
-def is_replaced(path: Path) -> bool:
-    """Whether a file there is exchanged for another: neither a device nor a link."""
-    return not path.is_symlink() and (path.is_file() or not path.exists())
+def is_replaced(place: Path) -> bool:
+    """Whether a file there is exchanged for another."""
+    return not place.exists() or (place.is_file() and os.access(place.parent, os.W_OK))
 
 
 def beside(path: Path) -> Path:
-    """A short name in the same folder, however long the path's own is."""
-    return path.with_name(f".kullback.{os.getpid()}")
+    """A short name in the same folder that nobody else has, however long the path's own is."""
+    return path.with_name(f".kullback.{secrets.token_hex(8)}")
 
 
 def why_not(path: Path) -> str:
@@ -72,14 +74,11 @@ def why_not(path: Path) -> str:
             return f"{path} is a link to {path.readlink()}, which is not there"
         if not path.parent.is_dir():
             return f"there is no folder {path.parent}"
-        if path.exists() and not os.access(path, os.W_OK):
-            return f"{path} cannot be written"
-        if not path.exists():
-            path.touch()
-            path.unlink()
-        if is_replaced(path):
-            beside(path).touch()
-            beside(path).unlink()
+        if path.exists():
+            return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
+        for name in (path, beside(path)):
+            name.touch()
+            name.unlink()
     except (OSError, ValueError) as error:  # of a name that is too long or has a null in it
         return f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
     return ""

@@ -263,15 +263,13 @@ kullback_describe(const X *x, const Y *y, const long long *labels, double *numbe
             if (lane == 0)
                 parts[warp] = part;
             __syncthreads();
-            if (warp == 0) { /* before it writes there again, all are here for the next row's sides */
+            if (warp == 0) {
                 part = lane < WARPS ? parts[lane] : Terms {};
 #define WHOLE(kind) double kind = (double)pair.rest * warp_sum((double)part.kind);
                 EACH_KIND(WHOLE)
                 WHOLE(q_minus_p)
                 WHOLE(slope)
-                /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner
-                   it is had as it is, and to the first order taken out. Where it is more than a small part of what the sides differ
-                   by, it is taken off log(p/q), and the row is summed again. */
+                /* As in c/describe.c: an excess of masses is taken out, or the row is summed again without */
                 const bool is_small = fabs(q_minus_p) <= 1e-3 * WITH_CORNER;
                 WITH_CORNER += 0.5 * q_minus_p * slope;
                 WITH_CORNER = WITH_CORNER < 0 ? 0 : WITH_CORNER; /* NaN stays */

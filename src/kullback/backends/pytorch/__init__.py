@@ -21,7 +21,7 @@ from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, mer
 from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work, weighted
 
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
-LOG_HALF = -0.69  # of the mass of a token that has more than half of its row
+LOG_HALF = -0.69  # just above log ½: a token of more mass is left out, and what others have is then less than ½
 CPU_CHUNK = 1 << 19
 DEVICE_CHUNK = 1 << 25
 
@@ -184,8 +184,11 @@ class Chunk:
         return stats, sums_of(stats) if self.problem.has_moments else self.accumulate(stats)
 
     def lse(self, found: Tensor) -> Tensor:
-        """The input's, whose softmax is no number where all logits are -inf."""
-        return torch.where((self.x == -math.inf).all(-1), -math.inf, found)
+        """The input's, which is -inf where all logits are: their softmax is no number."""
+        is_none = found.isnan()
+        if found.device.type == "cpu" and not is_none.any():
+            return found
+        return torch.where(is_none & (self.x.amax(-1) == -math.inf), -math.inf, found)
 
     def entropy(self, lse: Tensor) -> Tensor:
         """Of the input, whose log-sum-exp is known."""
