@@ -777,6 +777,19 @@ def test_an_output_through_a_link(tmp_path, files):
     assert floats_of(target, "kl").shape == (ROWS,)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="there is no such device")
+@pytest.mark.parametrize("to_file", [False, True])
+def test_an_output_to_standard_output(tmp_path, files, to_file):
+    with (tmp_path / "out").open("wb") as out:
+        line = [sys.executable, "-m", "kullback", "compare", *files, "--json", "/dev/stdout"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(line, env=environment, stdout=out if to_file else subprocess.PIPE, check=False)
+    text = (tmp_path / "out").read_text() if to_file else done.stdout.decode()
+    assert done.returncode == 0
+    assert text.startswith("{") or to_file
+    assert "Divergence from the reference" in text
+
+
 def test_two_processes_write_beside_each_other(tmp_path, monkeypatch):
     """Though they have one number, as in two containers."""
     monkeypatch.setattr(os, "getpid", lambda: 7)

@@ -40,12 +40,11 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 def put(path: Path, write: Callable[[Path], Any]) -> None:
     """As `replace`, of what a link leads to; written in place where a folder takes no new file, and into devices."""
-    place = path.resolve()
-    if is_replaced(place):
-        replace(place, write)
+    if is_replaced(path):
+        replace(path.resolve(), write)
         return
     try:
-        write(place)
+        write(path)
     except OSError as error:
         raise NotWrittenError(f"{path} could not be written: {error}") from error
 
@@ -55,9 +54,11 @@ def put_text(path: Path, text: str) -> None:
     put(path, lambda place: place.write_text(text, encoding="utf-8", errors="replace"))
 
 
-def is_replaced(place: Path) -> bool:
-    """Whether a file there is exchanged for another."""
-    return not place.exists() or (place.is_file() and os.access(place.parent, os.W_OK))
+def is_replaced(path: Path) -> bool:
+    """Whether a file there is exchanged for another. One that is reached as /dev/stdout may be written meanwhile."""
+    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
+        return False
+    return not path.exists() or (path.is_file() and os.access(path.resolve().parent, os.W_OK))
 
 
 def beside(path: Path) -> Path:
