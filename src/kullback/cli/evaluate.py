@@ -253,7 +253,7 @@ def _write(option: str, path: Path, write: Callable[[Path], None]) -> bool:
     """A failure costs none of the other outputs."""
     try:
         write(path)
-    except writing.NotWrittenError as error:
+    except OSError as error:
         not_written(option, error)
         return False
     return True

@@ -13,7 +13,7 @@ from kullback.cli import writing
 USAGE = 2  # the exit status
 
 
-def not_written(option: str, error: writing.NotWrittenError) -> None:
+def not_written(option: str, error: OSError) -> None:
     typer.echo(f"Error: {option}: {error}", err=True)
 
 
