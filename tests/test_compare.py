@@ -767,6 +767,34 @@ def test_a_terminal_without_unicode():
     assert b"95 % interval" in done.stdout
 
 
+def test_no_part_of_a_recording_is_written_over(tmp_path, hidden):
+    """A shard that a link leads to, a head of another name."""
+    reference, _, head, tokens = hidden
+    write_run(tmp_path / "a", reference, head, tokens)
+    about = json.loads((tmp_path / "a/run.json").read_text()) | {"head": {"file": "h.bin"}}
+    (tmp_path / "a/run.json").write_text(json.dumps(about))
+    (tmp_path / "a/head.safetensors").rename(tmp_path / "a/h.bin")
+    shard = tmp_path / "a/rows-00001-of-00006.safetensors"
+    shard.rename(tmp_path / "blob.safetensors")
+    shard.symlink_to(tmp_path / "blob.safetensors")
+    before = (tmp_path / "blob.safetensors").read_bytes()
+    for option, path in (("--rows", tmp_path / "blob.safetensors"), ("--json", tmp_path / "a/h.bin")):
+        result = run(tmp_path / "a", tmp_path / "a", option, path)
+        assert result.exit_code == 2
+        assert "it would be written over" in " ".join(result.output.split())
+    assert (tmp_path / "blob.safetensors").read_bytes() == before
+    assert run(tmp_path / "a", tmp_path / "a", "--html", tmp_path / "a/report.html").exit_code == 0
+
+
+def test_rows_into_what_is_no_file(tmp_path, files):
+    """A pipe: nothing takes its place."""
+    os.mkfifo(tmp_path / "rows.safetensors")
+    reader = subprocess.Popen(["cat", tmp_path / "rows.safetensors"], stdout=subprocess.PIPE)
+    assert run(*files, "--rows", tmp_path / "rows.safetensors").exit_code == 0
+    assert len(reader.communicate()[0]) > 1000
+    assert (tmp_path / "rows.safetensors").is_fifo()
+
+
 def test_an_output_through_a_link(tmp_path, files):
     """Its target is written whole; a head that a link leads to is no output."""
     target, link = tmp_path / "there.safetensors", tmp_path / "link.safetensors"
@@ -989,6 +1017,50 @@ def test_scored_positions_are_of_whoever_has_the_text(tmp_path, files, pair):
     assert found["first_position"] == WINDOW // 2
     expected = kl_rows(reference, candidate)[:, WINDOW // 2 :].mean()
     assert found["candidates"][0]["kl"]["mean"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_labels_of_a_file_without_windows(tmp_path, pair, has_tokens):
+    """Positions are those of whoever has windows, and so are blocks and the rows' places."""
+    reference, candidate, tokens = pair
+    own = {"tokens": tokens} if has_tokens else {}
+    save_file({"logits": reference} | own, tmp_path / "a.safetensors")
+    flat = {"logits": candidate.reshape(ROWS, VOCAB), "labels": tokens[:, 1:].reshape(-1)}
+    save_file(flat, tmp_path / "b.safetensors")
+    for files in (("a", "b"), ("b", "a")):
+        paths = [tmp_path / f"{name}.safetensors" for name in files]
+        found = found_by(tmp_path, *paths, "--score", "4:", "--rows", tmp_path / "rows.safetensors")
+        (each,) = found["candidates"]
+        sides = (reference, candidate) if files[0] == "a" else (candidate, reference)
+        assert each["kl"]["mean"] == pytest.approx(kl_rows(*sides)[:, 4:].mean(), rel=1e-5)
+        assert (found["first_position"], each["blocks"], each["labels"]) == (4, WINDOWS, each["rows"])
+        assert floats_of(tmp_path / "rows.safetensors", "position").tolist() == [4, 5, 6, 7] * WINDOWS
+        assert 0 <= each["worst"][0]["window"] < WINDOWS
+
+
+def test_candidates_of_different_texts_beside_a_reference_without(tmp_path, pair):
+    reference, candidate, tokens = pair
+    save_file({"logits": reference}, tmp_path / "a.safetensors")
+    for i in range(2):
+        save_file({"logits": candidate, "tokens": (tokens + i) % VOCAB}, tmp_path / f"{i}.safetensors")
+    result = run(*(tmp_path / f"{name}.safetensors" for name in ("a", "0", "1")))
+    assert result.exit_code == 3
+    assert "different texts or tokenizers" in " ".join(result.output.split())
+
+
+def test_files_that_are_cut_before_they_share_a_row(tmp_path, hidden):
+    reference, _, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    for name, odd in (("a", 0), ("b", 1)):
+        write_prompts(tmp_path / name, reference, tokens, head, range(WINDOWS))
+        for i in range(odd, WINDOWS, 2):
+            file = tmp_path / name / f"{i}.safetensors"
+            length = int.from_bytes(file.read_bytes()[:8], "little")
+            held = json.loads(file.read_bytes()[8 : 8 + length])
+            file.write_bytes(file.read_bytes()[: 8 + length + held["hidden_states"]["data_offsets"][0]])
+    result = run(tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 1, result.output
+    assert f"0 of {ROWS} rows were read" in " ".join(result.output.split())
 
 
 def test_windows_whose_last_position_has_no_logits(tmp_path, pair):
@@ -1355,20 +1427,31 @@ def test_the_terminal_is_wide_enough(monkeypatch, files):
     assert [mean for line in means for mean in line] == [means[0][0]] * 6
 
 
-@pytest.mark.parametrize("width", [40, 60])
-def test_a_narrow_terminal_cuts_no_number(monkeypatch, files, width):
+@pytest.mark.parametrize("name", ["candidate", "Meta-Llama-3.1-8B-Instruct-Q4_K_M", "模型模型模型模型模型模型模型模型"])
+@pytest.mark.parametrize("width", [40, 60, 70])
+def test_a_narrow_terminal_cuts_no_number(monkeypatch, files, pair, width, name):
     from rich.console import Console
 
     monkeypatch.setattr(evaluate, "console", lambda: Console(width=width))
+    held = {"logits": pair[1], "tokens": pair[2], "group": np.arange(WINDOWS) % 3}
+    files = files[0], files[1].with_name(f"{name}.safetensors")
+    save_file(held, files[1])
     output = run(*files, files[0]).output
     before = output[: output.index("KLD in nats")]
     assert max(map(len, before.splitlines()[5:])) <= width
     json_path = files[0].with_name("found.json")
     run(*files, files[0], "--json", json_path)
     for each in json.loads(json_path.read_text())["candidates"]:
-        assert each["name"] in before.replace("\n", "")
         for number in (each["kl"]["mean"], each["kl"]["median"], *(each["kl"]["interval"] or ())):
             assert tables.number(number) in before
+    table = output[output.index("KLD in nats") :]
+    for label in ("mean KLD", "99.9 %", "reverse KLD", "root mean square Δp", "0.25 … 0.5"):
+        assert label in table.replace("\n", " ") or label.split()[0] in table
+    for each in json.loads(json_path.read_text())["candidates"]:
+        for group, of in each["by_group"].items():
+            assert re.search(rf"^{group} +{of['rows']} ", table, re.M)
+            assert f"{100 * of['same_top']:.1f} %" in table
+        assert tables.number(each["worst"][0]["kl"]) in table
 
 
 def test_markdown_shows_tokens_as_they_are():

@@ -241,6 +241,7 @@ def test_a_shard_that_was_cut_is_made_again(loaded, text, tmp_path, monkeypatch)
     ({"text": ["a"]}, "text must be a string"),
     ({"text": "a", "kind": None}, "kind must be a string or a number; got None"),
     ({"text": "a", "kind": {}}, "kind must be a string or a number"),
+    ({"text": "a", "kind": float("nan")}, "kind must be a string or a number"),
     ({"text": "a", "kind": True}, "kind must be a string or a number; got True"),
     ({"text": "\ud800", "kind": "a"}, "line 1 is no text in UTF-8"),
     ({"text": "a", "kind": "\ud800"}, "line 1 is no text in UTF-8"),

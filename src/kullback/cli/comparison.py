@@ -50,6 +50,10 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return [f"{name} ({i})" for i, (_, name) in enumerate(names, 1)]  # bytes that are no text looked alike
 
 
+def _has_windows(layout: Layout) -> bool:
+    return bool(layout.window.any())
+
+
 @dataclass
 class Comparison:
     """What is compared with what, and what has been found so far."""
@@ -83,8 +87,21 @@ class Comparison:
         """Of whose rows labels and windows are taken: a recording's, if there is one."""
         sources = self.sources
         told = [i for i, each in enumerate(sources) if isinstance(each, Recording)]
-        told += [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
+        labelled = [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
+        told += sorted(labelled, key=lambda i: not _has_windows(sources[i].layout))
         return told[0] if told else 0
+
+    @property
+    def cutter(self) -> int:
+        """Of whose windows positions count: the teller's, or the first's that has several where that has one."""
+        several = [i for i, each in enumerate(self.sources) if _has_windows(each.layout)]
+        return self.teller if self.teller in several or not several else several[0]
+
+    def places(self, told: Tensor) -> dict[str, Tensor]:
+        """Window and position of rows of the teller's."""
+        rows, cut = torch.zeros(len(self.layout.window), dtype=torch.int64), self.sources[self.cutter].layout
+        rows[self.index[self.teller]] = self.index[self.cutter]
+        return {"window": cut.window[rows[told]], "position": cut.position[rows[told]]}
 
     @property
     def layout(self) -> Layout:
@@ -107,11 +124,15 @@ def plan(
     comparison.vocab = _vocabulary(comparison.sources, valid_vocab)
     for each in comparison.sources[1:]:
         _check_tokens(reference, each)
-    layout, teller = reference.layout, comparison.layout
+    if reference.layout.tokens is None:
+        first, *others = [each for each in comparison.sources if each.layout.tokens is not None] or [reference]
+        for each in others:
+            _check_tokens(first, each)
+    layout, cut = reference.layout, comparison.sources[comparison.cutter].layout
     found = [torch.arange(len(layout.window)), *(_rows_in(each, reference) for each in comparison.sources[1:])]
-    told = found[comparison.teller]
-    position = torch.where(told < 0, layout.position, teller.position[told.clamp(min=0)])
-    known = position >= first_scored(score, teller.length)
+    told = found[comparison.cutter]
+    position = torch.where(told < 0, layout.position, cut.position[told.clamp(min=0)])
+    known = position >= first_scored(score, cut.length)
     for each, rows in zip(comparison.sources, found, strict=True):
         absent = int((known & (rows < 0)).sum())
         if absent:
@@ -119,7 +140,7 @@ def plan(
         known &= rows >= 0
     if not known.any():
         raise MismatchError(
-            f"no row is left to compare: {reference.path} has {len(known)} rows of windows of {teller.length}, "
+            f"no row is left to compare: {reference.path} has {len(known)} rows of windows of {cut.length}, "
             f"of which --score {score} and the other files leave none"
         )
     comparison.asked = int(known.sum())
@@ -163,17 +184,22 @@ def _choose_groups(comparison: Comparison, asked: str) -> None:
         comparison.group = ids
         named = next((each.layout.names for each in comparison.sources if name in each.layout.columns), None)
         known = ids.unique().tolist()
-        comparison.groups = {i: named[i] if name == "group" and named else str(i) for i in known}
+        comparison.groups = {i: tables.shown(named[i]) if name == "group" and named else str(i) for i in known}
 
 
 def _column(comparison: Comparison, name: str) -> Tensor | None:
     """Of the rows that count, by the first source that has it."""
     if name == "window":
-        return comparison.layout.window[comparison.index[comparison.teller]]
+        return comparison.sources[comparison.cutter].layout.window[comparison.index[comparison.cutter]]
     for each, rows in zip(comparison.sources, comparison.index, strict=True):
         if name in each.layout.columns:
             return each.layout.columns[name][rows]
     return None
+
+
+def _position(comparison: Comparison) -> Tensor:
+    """Of each row that counts, in its window."""
+    return comparison.sources[comparison.cutter].layout.position[comparison.index[comparison.cutter]]
 
 
 def _no_column(comparison: Comparison, option: str, asked: str) -> MismatchError:
@@ -287,6 +313,8 @@ def run(
     has_labels = bool((layout.label != IGNORED).any())
     try:
         for part in chunks[rank::world]:
+            if not len(part):  # all files are cut before the first row that they share
+                continue
             told = comparison.index[teller][part]
             labels = layout.label[told].to(device) if has_labels else None
             reads = (
@@ -438,9 +466,14 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
             no_numbers.append(name)
             continue
         reports[name] = report
-        if "by_group" in summary:
-            summary["by_group"] = {comparison.groups[i]: of for i, of in summary["by_group"].items()}
-        summary["worst"] = [in_context(row, layout, decode) for row in report.worst(worst)]
+        summary |= _named(summary, comparison.groups)
+        rows = report.worst(worst)
+        places = comparison.places(torch.tensor([row["row"] for row in rows], dtype=torch.int64))
+        of_rows = [
+            dict(zip(places, place, strict=True))
+            for place in zip(*(of.tolist() for of in places.values()), strict=True)
+        ]
+        summary["worst"] = [place | in_context(row, layout, decode) for place, row in zip(of_rows, rows, strict=True)]
         candidates.append({"name": name, "path": str(source.path), "about": source.about} | summary)
     if not candidates:
         of_reference = comparison.reports[0].rows()["target_entropy"].isnan().all()
@@ -454,9 +487,7 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
         "kullback": kullback.__version__,
         "reference": {"path": str(comparison.reference.path), "about": comparison.reference.about},
         "score": comparison.score,
-        "first_position": int(layout.position[comparison.index[comparison.teller]].min())
-        if len(comparison.index[0])
-        else 0,
+        "first_position": int(_position(comparison).min()) if len(comparison.index[0]) else 0,
         "formula": LLAMA_CPP if comparison.compat else "exact",
         "vocab": comparison.vocab,
         "rows_asked": comparison.asked,
@@ -471,6 +502,7 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     }
     if comparison.floor is not None:
         of_floor: dict[str, Any] = {"path": str(comparison.floor.path)} | comparison.reports[-1].summary()
+        of_floor |= _named(of_floor, comparison.groups)
         if "kl" in of_floor:
             found["floor"] = of_floor
             for each in candidates:
@@ -479,6 +511,11 @@ def result(comparison: Comparison, worst: int) -> dict[str, Any]:
             found["left_out"].append(str(comparison.floor.path))
     found["warnings"] = list(warnings(comparison, found))
     return found
+
+
+def _named(summary: dict[str, Any], groups: dict[int, str]) -> dict[str, Any]:
+    """Its figures by group, behind their names."""
+    return {"by_group": {groups[i]: of for i, of in summary["by_group"].items()}} if "by_group" in summary else {}
 
 
 def differences(reports: dict[str, Report]) -> Iterator[dict[str, Any]]:
@@ -553,8 +590,7 @@ CONTEXT = 12  # tokens
 def in_context(row: dict[str, Any], layout: Layout, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     """A row, what stood before it, and what each model would have said."""
     at = row["row"]
-    window, position = int(layout.window[at]), int(layout.position[at])
-    found = {"window": window, "position": position} | row
+    window, position, found = int(layout.window[at]), int(layout.position[at]), dict(row)
     if layout.tokens is not None:
         before = layout.tokens[window, max(0, position + 1 - CONTEXT) : position + 1].tolist()
         found["context"] = decode([token for token in before if token >= 0])

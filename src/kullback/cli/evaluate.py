@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -109,7 +110,7 @@ def record(
     except writing.NotWrittenError as error:
         not_written("--output", error)
         raise typer.Exit(USAGE) from error
-    except (runs.MismatchError, OSError) as error:
+    except (runs.MismatchError, OSError, ValueError) as error:
         _refuse(error)
     except KeyboardInterrupt:
         whole = len(list(output.glob("rows-*.safetensors")))
@@ -236,7 +237,7 @@ def compare(
             ("--json", json_path, lambda path: writing.put_text(path, as_json)),
             ("--markdown", markdown, lambda path: writing.put_text(path, tables.markdown(found))),
             ("--html", html_path, lambda path: writing.put_text(path, html.page(found))),
-            ("--rows", rows_path, lambda path: writing.put(path, lambda place: writing.save(_rows(planned), place))),
+            ("--rows", rows_path, lambda path: writing.put(path, lambda place: place.write_bytes(_rows(planned)))),
         ]
         # Before anything is shown: whoever reads that may have gone.
         wrote = [path for option, path, write in outputs if path is not None and _write(option, path, write)]
@@ -293,26 +294,26 @@ def show(found: dict[str, Any]) -> None:
 
 def _as_rich(words: tables.Table) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, column in enumerate(words.columns):
-        left = i == 0 or words.is_prose
-        table.add_column(Text(column), justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    for i, (title, *cells) in enumerate(zip(words.columns, *words.rows, strict=True)):
+        left, is_number = i == 0 or words.is_prose, (i == 0) == words.is_prose  # of these no cell may be broken
+        least = min(max(map(cell_len, cells), default=0), tables.LEAST_WORDS)
+        justify: Literal["left", "right"] = "left" if left else "right"
+        table.add_column(Text(title), justify=justify, no_wrap=is_number, overflow="fold", min_width=least)
     for row in words.rows:
         table.add_row(*map(Text, row))
     return table
 
 
-def _rows(planned: comparison_module.Comparison) -> dict[str, Tensor]:
-    """Each row's figures, of several candidates behind their names."""
+def _rows(planned: comparison_module.Comparison) -> bytes:
+    """Each row's figures, of several candidates behind their names; safetensors itself would write a new file."""
+    from safetensors.torch import save
+
     several, tensors = len(planned.names) > 1, dict[str, Tensor]()
     for name, report in zip(planned.names, planned.reports, strict=False):
         rows = report.rows()
-        rows |= (
-            {"window": planned.layout.window[rows["row"]], "position": planned.layout.position[rows["row"]]}
-            if rows
-            else {}
-        )
+        rows |= planned.places(rows["row"]) if rows else {}
         tensors |= {f"{name}.{key}" if several else key: values.contiguous() for key, values in rows.items()}
-    return tensors
+    return bytes(save(tensors))
 
 
 def _plain(value: Any) -> Any:

@@ -36,6 +36,8 @@ def writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> 
 def writable_folder(option: str, path: Path) -> None:
     """One that may have to be made, with the folders that it lies in."""
     try:
+        if path.is_symlink() and not path.exists():
+            raise typer.BadParameter(f"{path} is a link to {path.readlink()}, which is not there", param_hint=option)
         there = next(each for each in (path, *path.absolute().parents) if each.exists())
         if not there.is_dir():
             raise typer.BadParameter(f"{there} is a file", param_hint=option)

@@ -158,7 +158,7 @@ def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None
             text, name = record["text"], record[column] if column else ""
             if not isinstance(text, str):
                 raise MismatchError(f"{path}, line {number}: text must be a string; got {text!r:.80}")
-            if not (isinstance(name, str) or (type(name) in (int, float) and math.isfinite(name))):
+            if not (type(name) in (str, int) or (type(name) is float and math.isfinite(name))):
                 raise MismatchError(f"{path}, line {number}: {column} must be a string or a number; got {name!r:.80}")
             try:
                 f"{text}{name}".encode()
@@ -243,7 +243,13 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
         else:
             parts = []
             for window in windows:
-                parts.append(said(model, window[window != NO_TOKEN].long(), what, dtype))
+                try:
+                    parts.append(said(model, window[window != NO_TOKEN].long(), what, dtype))
+                except IndexError as error:  # of positions that are no table of weights
+                    raise MismatchError(
+                        f"the model does not read {int((window != NO_TOKEN).sum())} tokens together ({error}): "
+                        "cut the text by a smaller --window"
+                    ) from error
                 tell(1)
             kept = {what: torch.cat(parts), "first_row": torch.tensor(first)}
             replace(folder / shard, lambda path, kept=kept: save(kept, path))  # type: ignore[misc]

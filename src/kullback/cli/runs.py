@@ -703,8 +703,21 @@ def _reader(path: Path) -> Source:
 def is_part_of(path: Path, source: Path) -> bool:
     """Whether a resolved path is that of a source, or of what one in a folder is read from."""
     source = source.resolve()
-    in_folder = path.parent == source and (path.suffix == ".safetensors" or path.name in (HEADER, TOKENIZER))
-    return path == source or in_folder or path in _heads_beside(source)
+    names = {HEADER, TOKENIZER, _head_of(source)}
+    is_part = lambda file: file.suffix == ".safetensors" or file.name in names
+    if source.is_dir():
+        linked = (file.resolve() for file in source.iterdir() if is_part(file))
+        return (path.parent == source and is_part(path)) or path in linked
+    return path == source or path in _heads_beside(source)
+
+
+def _head_of(source: Path) -> str:
+    """As a recording's header names it."""
+    try:
+        head = header_of(source).get("head")
+    except MismatchError:
+        head = None
+    return str(head["file"]) if isinstance(head, dict) and "file" in head else HEAD
 
 
 def _heads_beside(source: Path) -> list[Path]:

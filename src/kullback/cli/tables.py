@@ -6,7 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len, chop_cells
+
 Found = dict[str, Any]
+
+
+LEAST_WORDS = 12  # cells of a terminal that a column of words has at least, if it has as long ones
 
 
 class Table(NamedTuple):
@@ -22,14 +27,20 @@ class Table(NamedTuple):
         if not self.fixed:
             yield self
             return
-        wide = [max(map(len, column)) + 2 for column in zip(self.columns, *self.rows, strict=True)]
+        cells = [max(map(cell_len, column), default=0) for column in zip(*self.rows, strict=True)]
+        most = max(LEAST_WORDS, width // 2)  # of a column of words, which may be broken over lines
+        wide = [min(max(own, LEAST_WORDS), most) + 2 for own in cells[: self.fixed]]
+        room = width - sum(wide) - 2
+        titles = [cell_len(title) for title in self.columns]
+        wide += [max(own, min(title, room)) + 2 for own, title in list(zip(cells, titles, strict=True))[self.fixed :]]
+        columns = ["\n".join(chop_cells(title, each - 2)) for title, each in zip(self.columns, wide, strict=True)]
         start = self.fixed
         while start < len(wide):
             stop, left = start + 1, width - sum(wide[: self.fixed]) - wide[start]
             while stop < len(wide) and wide[stop] <= left:
                 left, stop = left - wide[stop], stop + 1
             cut = lambda row, start=start, stop=stop: [*row[: self.fixed], *row[start:stop]]
-            yield self._replace(columns=cut(self.columns), rows=[cut(row) for row in self.rows])
+            yield self._replace(columns=cut(columns), rows=[cut(row) for row in self.rows])
             start = stop
 
 
@@ -256,4 +267,4 @@ def markdown(found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-MARKUP = re.compile(r"([\\`*_~|<&\[])")  # what Markdown would not show as it stands
+MARKUP = re.compile(r"([\\`*_~|<&#\[])")  # what Markdown would not show as it stands

@@ -41,8 +41,14 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 def put(path: Path, write: Callable[[Path], Any]) -> None:
     """As `replace`, of what a link leads to; written in place where a folder takes no new file, and into devices."""
     if is_replaced(path):
-        replace(path.resolve(), write)
-        return
+        try:
+            replace(path.resolve(), write)
+        except NotWrittenError as error:
+            # Of another's file in a folder such as /tmp
+            if not (isinstance(error.__cause__, PermissionError) and path.exists()):
+                raise
+        else:
+            return
     try:
         write(path)
     except OSError as error:
