@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.cells import cell_len
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch
 from typer.testing import CliRunner
@@ -790,13 +791,34 @@ def test_rows_into_what_is_no_file(tmp_path, files):
     """A pipe: nothing takes its place."""
     os.mkfifo(tmp_path / "rows.safetensors")
     reader = subprocess.Popen(["cat", tmp_path / "rows.safetensors"], stdout=subprocess.PIPE)
-    assert run(*files, "--rows", tmp_path / "rows.safetensors").exit_code == 0
-    assert len(reader.communicate()[0]) > 1000
+    try:
+        assert run(*files, "--rows", tmp_path / "rows.safetensors").exit_code == 0
+        assert len(reader.communicate()[0]) > 1000
+    finally:
+        reader.kill()
     assert (tmp_path / "rows.safetensors").is_fifo()
 
 
+def test_a_head_beside_a_link(tmp_path, hidden):
+    reference, _, head, tokens = hidden
+    write_prompts(tmp_path / "a", reference[:1], likely(reference, head, tokens)[:1], head, ["one"])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/link.safetensors").symlink_to(tmp_path / "a/one.safetensors")
+    shutil.copy(tmp_path / "a/head.safetensors", tmp_path / "b")
+    for folder in ("a", "b"):
+        result = run(tmp_path / "b/link.safetensors", tmp_path / "a", "--rows", tmp_path / folder / "head.safetensors")
+        assert result.exit_code == 2
+        assert "it would be written over" in " ".join(result.output.split())
+
+
+def test_names_that_no_file_can_have(tmp_path, files):
+    result = run("a" * 300, files[1], "--json", tmp_path / "found.json")
+    assert result.exit_code == 3
+    assert "cannot be read: File name too long" in " ".join(result.output.split())
+
+
 def test_an_output_through_a_link(tmp_path, files):
-    """Its target is written whole; a head that a link leads to is no output."""
+    """Its target is written."""
     target, link = tmp_path / "there.safetensors", tmp_path / "link.safetensors"
     target.write_bytes(b"")
     link.symlink_to(target)
@@ -808,14 +830,20 @@ def test_an_output_through_a_link(tmp_path, files):
 @pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="there is no such device")
 @pytest.mark.parametrize("to_file", [False, True])
 def test_an_output_to_standard_output(tmp_path, files, to_file):
-    with (tmp_path / "out").open("wb") as out:
-        line = [sys.executable, "-m", "kullback", "compare", *files, "--json", "/dev/stdout"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-        done = subprocess.run(line, env=environment, stdout=out if to_file else subprocess.PIPE, check=False)
-    text = (tmp_path / "out").read_text() if to_file else done.stdout.decode()
-    assert done.returncode == 0
-    assert text.startswith("{") or to_file
-    assert "Divergence from the reference" in text
+    (tmp_path / "out").write_text("before\n" if to_file else "")
+    (tmp_path / "link.json").symlink_to("/dev/stdout")
+    for place in ("/dev/stdout", tmp_path / "link.json"):
+        with (tmp_path / "out").open("ab") as out:
+            line = [sys.executable, "-m", "kullback", "compare", *files, "--json", place]
+            environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+            done = subprocess.run(line, env=environment, stdout=out if to_file else subprocess.PIPE, check=False)
+        text = (tmp_path / "out").read_text() if to_file else done.stdout.decode()
+        assert done.returncode == 0
+        assert text.startswith("before\n" if to_file else "{")
+        found, end = json.JSONDecoder().raw_decode(text[text.index("{") :])
+        assert found["rows_read"] == ROWS
+        assert "Divergence from the reference" in text[end:]
+    assert (tmp_path / "link.json").is_symlink()
 
 
 def test_two_processes_write_beside_each_other(tmp_path, monkeypatch):
@@ -1046,6 +1074,19 @@ def test_candidates_of_different_texts_beside_a_reference_without(tmp_path, pair
     result = run(*(tmp_path / f"{name}.safetensors" for name in ("a", "0", "1")))
     assert result.exit_code == 3
     assert "different texts or tokenizers" in " ".join(result.output.split())
+
+
+def test_windows_in_other_orders_beside_a_reference_without_tokens(tmp_path, hidden):
+    """vLLM's come in that of their ids."""
+    reference, candidate, head, tokens = hidden
+    tokens = likely(reference, head, tokens)
+    logits = logits_of(candidate, head).astype(np.float32)
+    save_file({"logits": logits}, tmp_path / "flat.safetensors")
+    save_file({"logits": logits, "tokens": tokens}, tmp_path / "told.safetensors")
+    write_prompts(tmp_path / "a", candidate, tokens, head, range(WINDOWS))
+    result = run(tmp_path / "flat.safetensors", tmp_path / "told.safetensors", tmp_path / "a")
+    assert result.exit_code == 3
+    assert "have their windows in other orders" in " ".join(result.output.split())
 
 
 def test_files_that_are_cut_before_they_share_a_row(tmp_path, hidden):
@@ -1427,6 +1468,18 @@ def test_the_terminal_is_wide_enough(monkeypatch, files):
     assert [mean for line in means for mean in line] == [means[0][0]] * 6
 
 
+@pytest.mark.parametrize("width", [1, 10, 16, 30])
+def test_no_terminal_is_too_narrow(monkeypatch, tmp_path, width):
+    """Though nothing is told there; an empty column, too."""
+    from rich.console import Console
+
+    monkeypatch.setattr(evaluate, "console", lambda: Console(width=width))
+    paths = [tmp_path / f"a-name-of-some-length-{i}.safetensors" for i in range(3)]
+    for path in paths:
+        save_torch({"logits": torch.randn(3, 4, 20), "group": torch.arange(3)}, path)
+    assert run(*paths).exit_code == 0
+
+
 @pytest.mark.parametrize("name", ["candidate", "Meta-Llama-3.1-8B-Instruct-Q4_K_M", "模型模型模型模型模型模型模型模型"])
 @pytest.mark.parametrize("width", [40, 60, 70])
 def test_a_narrow_terminal_cuts_no_number(monkeypatch, files, pair, width, name):
@@ -1438,15 +1491,16 @@ def test_a_narrow_terminal_cuts_no_number(monkeypatch, files, pair, width, name)
     save_file(held, files[1])
     output = run(*files, files[0]).output
     before = output[: output.index("KLD in nats")]
-    assert max(map(len, before.splitlines()[5:])) <= width
+    assert max(map(cell_len, before.splitlines()[5:])) <= width
+    assert name[:12] in before
     json_path = files[0].with_name("found.json")
     run(*files, files[0], "--json", json_path)
     for each in json.loads(json_path.read_text())["candidates"]:
         for number in (each["kl"]["mean"], each["kl"]["median"], *(each["kl"]["interval"] or ())):
             assert tables.number(number) in before
     table = output[output.index("KLD in nats") :]
-    for label in ("mean KLD", "99.9 %", "reverse KLD", "root mean square Δp", "0.25 … 0.5"):
-        assert label in table.replace("\n", " ") or label.split()[0] in table
+    for label in ("mean KLD", "99.9 %", "reverse KLD", "maximum Δp", "0.25 … 0.5"):
+        assert re.search(f"^{label} ", table, re.M)
     for each in json.loads(json_path.read_text())["candidates"]:
         for group, of in each["by_group"].items():
             assert re.search(rf"^{group} +{of['rows']} ", table, re.M)

@@ -529,7 +529,7 @@ def widens_logits(dtype: torch.dtype | None, own: torch.dtype) -> bool:
 def chunk_rows(given: SupportsIndex | None) -> int | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, (int, SupportsIndex)):
+    if isinstance(given, (bool, Tensor)) or not isinstance(given, (int, SupportsIndex)):
         raise TypeError(f"chunk_rows must be an integer; got {type(given).__name__}")
     count = operator.index(given)
     if count < 1:

@@ -355,7 +355,10 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
 
 
 def log_of_rest(shortfall: Value) -> Value:
-    """log(1 - shortfall) of Σ p^a q^(1-a), where that is next to 1, or 0: then what is left is rounding."""
+    """log(1 - shortfall) of Σ p^a q^(1-a), where that is near 1, or 0.
+
+    Else the shortfall is against tilted_lse, which is 0 only where the sum is 0 or its logarithm below ½ in size.
+    """
     return log1p(-where(shortfall > 0.9, 1.0, shortfall))
 
 

@@ -22,7 +22,7 @@ _is_wrapped: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
 )
 _unwrapped: Callable[[Tensor], Tensor] = getattr(torch._C._functorch, "get_unwrapped", lambda tensor: tensor)
-_Fake: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+_Fake: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", None)
 _forward_ad = torch.autograd.forward_ad
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -63,7 +63,7 @@ def untraced(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether it has a shape and no numbers."""
-    return isinstance(tensor, _Fake)
+    return isinstance(tensor, _Fake) if _Fake else type(tensor) not in PLAIN
 
 
 def is_symbolic(number: float) -> bool:

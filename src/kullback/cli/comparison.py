@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def teller(self) -> int:
-        """Of whose rows labels and windows are taken: a recording's, if there is one."""
+        """Of whose rows labels and contexts are taken: a recording's, else one's with labels and several windows."""
         sources = self.sources
         told = [i for i, each in enumerate(sources) if isinstance(each, Recording)]
         labelled = [i for i, each in enumerate(sources) if bool((each.layout.label != IGNORED).any())]
@@ -93,9 +93,10 @@ class Comparison:
 
     @property
     def cutter(self) -> int:
-        """Of whose windows positions count: the teller's, or the first's that has several where that has one."""
+        """Of whose windows positions count: the teller's, but of a list of labels the first's that has several."""
         several = [i for i, each in enumerate(self.sources) if _has_windows(each.layout)]
-        return self.teller if self.teller in several or not several else several[0]
+        is_list = self.layout.tokens is None and self.teller not in several
+        return several[0] if is_list and several else self.teller
 
     def places(self, told: Tensor) -> dict[str, Tensor]:
         """Window and position of rows of the teller's."""
@@ -128,6 +129,11 @@ def plan(
         first, *others = [each for each in comparison.sources if each.layout.tokens is not None] or [reference]
         for each in others:
             _check_tokens(first, each)
+            if not torch.equal(_windows_in(each, first), torch.arange(len(each.layout.tokens))):  # type: ignore[arg-type]
+                raise MismatchError(
+                    f"{first.path} and {each.path} have their windows in other orders, and {reference.path} has no "
+                    "tokens to tell which are whose"
+                )
     layout, cut = reference.layout, comparison.sources[comparison.cutter].layout
     found = [torch.arange(len(layout.window)), *(_rows_in(each, reference) for each in comparison.sources[1:])]
     told = found[comparison.cutter]
@@ -519,14 +525,15 @@ def _named(summary: dict[str, Any], groups: dict[int, str]) -> dict[str, Any]:
 
 
 def differences(reports: dict[str, Report]) -> Iterator[dict[str, Any]]:
-    """In the order of their means, each candidate against the next better one, by the rows that both have."""
+    """Of neighbours in the order of their means, which is worse by the rows that both have, and by how much."""
     mean = {name: float(report.rows()["kl"].double().nanmean()) for name, report in reports.items()}
     for better, worse in itertools.pairwise(sorted(mean, key=lambda name: mean[name])):
         found = paired(reports[worse], reports[better])
         if found["mean"] < 0:  # by these rows the other one is
             better, worse = worse, better
             found = paired(reports[worse], reports[better])
-        if not math.isnan(found["mean"]):
+        kl = [reports[name].rows()["kl"] for name in (worse, better)]
+        if not (kl[0].isnan() | kl[1].isnan()).all():
             yield {"worse": worse, "better": better} | found
 
 

@@ -263,17 +263,19 @@ def _check_tokens(model: Model, tokens: Tensor) -> None:
     known = embedding.weight.size(0)
     if most >= known:
         raise MismatchError(f"the text has the token {most}, and the model has {known}: is its tokenizer another?")
-    modules = model.named_modules()
-    has_table = any(isinstance(m, torch.nn.Embedding) and POSITIONS.search(name) for name, m in modules)
-    places = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     longest = int((tokens != NO_TOKEN).sum(-1).max())
-    if has_table and places and longest > places:
+    if longest > places and any(
+        POSITIONS.search(name) and module.num_embeddings >= places
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    ):
         raise MismatchError(
             f"the model reads {places} tokens together, and windows have {longest}: cut the text by --window {places}"
         )
 
 
-POSITIONS = re.compile("wpe|position")  # as models call such a table; rotary ones have none
+POSITIONS = re.compile("wpe|position")  # as models call such a table; that of an image is shorter
 OWN = runs.HEADER, runs.TOKENS, runs.HEAD, runs.TOKENIZER
 
 

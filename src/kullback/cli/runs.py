@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -702,28 +702,36 @@ def _reader(path: Path) -> Source:
 
 def is_part_of(path: Path, source: Path) -> bool:
     """Whether a resolved path is that of a source, or of what one in a folder is read from."""
-    source = source.resolve()
-    names = {HEADER, TOKENIZER, _head_of(source)}
-    is_part = lambda file: file.suffix == ".safetensors" or file.name in names
-    if source.is_dir():
-        linked = (file.resolve() for file in source.iterdir() if is_part(file))
-        return (path.parent == source and is_part(path)) or path in linked
-    return path == source or path in _heads_beside(source)
-
-
-def _head_of(source: Path) -> str:
-    """As a recording's header names it."""
     try:
-        head = header_of(source).get("head")
-    except MismatchError:
-        head = None
-    return str(head["file"]) if isinstance(head, dict) and "file" in head else HEAD
+        if not source.is_dir():
+            return path == source.resolve() or path in _heads_beside(source)
+        names = {HEADER, *_named_by_header(source)}
+        is_part = lambda file: file.suffix == ".safetensors" or file.name in names
+        linked = [file.resolve() for file in source.iterdir() if is_part(file)]
+        return (path.parent == source.resolve() and is_part(path)) or path in linked
+    except (OSError, RuntimeError):  # a source that cannot be looked at cannot be read either, and that is said then
+        return False
 
 
 def _heads_beside(source: Path) -> list[Path]:
-    """That of a single file of hidden states."""
-    head = source.parent / HEAD
-    try:
-        return [head.resolve()] if head.exists() and "hidden_states" in entries(source) else []
-    except (MismatchError, OSError):
+    """That of a single file of hidden states, beside it or a link to it."""
+    if "hidden_states" not in _names_in(source):
         return []
+    return [(place.parent / HEAD).resolve() for place in (source, source.resolve())]
+
+
+def _names_in(source: Path) -> Iterable[str]:
+    try:
+        return entries(source)
+    except MismatchError:
+        return ()
+
+
+def _named_by_header(source: Path) -> list[str]:
+    """A recording's head and tokenizer."""
+    try:
+        about = header_of(source)
+    except MismatchError:
+        return [TOKENIZER]
+    head = about.get("head")
+    return [str(about.get("tokenizer")), *([str(head.get("file"))] if isinstance(head, dict) else [])]

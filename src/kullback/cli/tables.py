@@ -12,6 +12,7 @@ Found = dict[str, Any]
 
 
 LEAST_WORDS = 12  # cells of a terminal that a column of words has at least, if it has as long ones
+LEAST_TITLE = 8  # and that any line of a heading has
 
 
 class Table(NamedTuple):
@@ -30,7 +31,7 @@ class Table(NamedTuple):
         cells = [max(map(cell_len, column), default=0) for column in zip(*self.rows, strict=True)]
         most = max(LEAST_WORDS, width // 2)  # of a column of words, which may be broken over lines
         wide = [min(max(own, LEAST_WORDS), most) + 2 for own in cells[: self.fixed]]
-        room = width - sum(wide) - 2
+        room = max(width - sum(wide) - 2, LEAST_TITLE)
         titles = [cell_len(title) for title in self.columns]
         wide += [max(own, min(title, room)) + 2 for own, title in list(zip(cells, titles, strict=True))[self.fixed :]]
         columns = ["\n".join(chop_cells(title, each - 2)) for title, each in zip(self.columns, wide, strict=True)]

@@ -1,9 +1,13 @@
-"""Files that are written whole or not at all, and whether they can be."""
+"""Files that are written whole or not at all, and whether they can be; devices and streams as they come."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,10 @@ def replace(path: Path, write: Callable[[Path], Any]) -> None:
 
 def put(path: Path, write: Callable[[Path], Any]) -> None:
     """As `replace`, of what a link leads to; written in place where a folder takes no new file, and into devices."""
+    number = descriptor(path)
+    if number is not None:
+        _copy_to(number, path, write)
+        return
     if is_replaced(path):
         try:
             replace(path.resolve(), write)
@@ -61,10 +69,41 @@ def put_text(path: Path, text: str) -> None:
 
 
 def is_replaced(path: Path) -> bool:
-    """Whether a file there is exchanged for another. One that is reached as /dev/stdout may be written meanwhile."""
-    if path.absolute().parts[1:2] in (("dev",), ("proc",)):
-        return False
+    """Whether a file there is exchanged for another."""
     return not path.exists() or (path.is_file() and os.access(path.resolve().parent, os.W_OK))
+
+
+STREAM = re.compile(r"/dev/(?:fd/(\d+)|(stdout)|(stderr))|/proc/(?:self|\d+)/fd/(\d+)")
+
+
+def descriptor(path: Path) -> int | None:
+    """Of a stream of this process that a path, or a link to it, leads to."""
+    for _ in range(LINKS):
+        found = STREAM.fullmatch(str(path.absolute()))
+        if found is not None:
+            number, out, err, other = found.groups()
+            return 1 if out else 2 if err else int(number or other)
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    return None
+
+
+LINKS = 40  # that are followed, as a kernel does
+
+
+def _copy_to(number: int, path: Path, write: Callable[[Path], Any]) -> None:
+    """Behind what the stream has had: a file that it goes to is not begun anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "output"
+        write(whole)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        try:
+            with os.fdopen(os.dup(number), "wb") as stream, whole.open("rb") as found:
+                shutil.copyfileobj(found, stream)
+        except OSError as error:
+            raise NotWrittenError(f"{path} could not be written: {error}") from error
 
 
 def beside(path: Path) -> Path:

@@ -267,9 +267,8 @@ class Piece:
                     result = result * softcap_grad(self.values[name], side.softcap)
                 if skips and isinstance(column, Tensor):
                     is_skipped = column == 0
-                    if self.way in (Way.EXACT, Way.PARTIALS) or bool(
-                        is_skipped.any()
-                    ):  # else no device has to be asked
+                    # The other ways are a CPU's, which may look whether there are any.
+                    if self.way in (Way.EXACT, Way.PARTIALS) or bool(is_skipped.any()):
                         result = torch.where(is_skipped, 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
 
