@@ -853,7 +853,7 @@ def row_statistics(
     if not tokens:
         raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
     given = checks.labels_of(labels, input, tokens)
-    sides = [problem.narrow(as_rows(t)) for t in (input, other)]
+    sides = [problem.narrow(as_rows(t)) for t in (input, target) if t is not None]
     is_double = [side.dtype == torch.float64 for side in sides]
     copies = any(is_double) > all(is_double) or "probs" in (problem.input.form, problem.target.form)
     values_of = lambda rows: [side[rows] for side in sides]

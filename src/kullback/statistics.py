@@ -64,7 +64,7 @@ def overlap(input: Tensor, ids: Tensor) -> Tensor:
     first = input.topk(min(ids.size(-1), input.size(-1))).values
     least = first.gather(-1, (count - 1).clamp(0, first.size(-1) - 1))
     are_among = (input.gather(-1, ids.clamp(min=0)) >= least) & (ids >= 0)
-    return are_among.sum(-1).to(torch.promote_types(input.dtype, torch.float32)) / count.squeeze(-1)
+    return are_among.sum(-1).to(kept_dtype(input.dtype)) / count.squeeze(-1)
 
 
 def of_rows(
@@ -118,7 +118,7 @@ def _of_chunk(problem: Problem, x: Tensor, y: Tensor | None, labels: Tensor | No
             found[f"{name}label_rank"] = torch.where(counts & ~entropy.isnan(), rank, -1)
     else:
         found = {name: numbers for name, numbers in found.items() if not name.endswith("rank")}
-    dtype = torch.promote_types(torch.promote_types(x.dtype, x.dtype if y is None else y.dtype), torch.float32)
+    dtype = compute_dtype(x, x if y is None else y)
     numbers = map(found.get, RowStatistics._fields)
     return RowStatistics(*(n.to(dtype) if n is not None and n.is_floating_point() else n for n in numbers))  # type: ignore[arg-type]
 

@@ -32,8 +32,8 @@ class Table(NamedTuple):
         most = max(LEAST_WORDS, width // 2)  # of a column of words, which may be broken over lines
         wide = [min(max(own, LEAST_WORDS), most) + 2 for own in cells[: self.fixed]]
         room = max(width - sum(wide) - 2, LEAST_TITLE)
-        titles = [cell_len(title) for title in self.columns]
-        wide += [max(own, min(title, room)) + 2 for own, title in list(zip(cells, titles, strict=True))[self.fixed :]]
+        others = zip(cells[self.fixed :], self.columns[self.fixed :], strict=True)
+        wide += [max(own, min(cell_len(title), room)) + 2 for own, title in others]
         columns = ["\n".join(chop_cells(title, each - 2)) for title, each in zip(self.columns, wide, strict=True)]
         start = self.fixed
         while start < len(wide):

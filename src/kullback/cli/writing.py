@@ -8,7 +8,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from torch import Tensor
 
 class NotWrittenError(OSError):
     """A file could not be written."""
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors inside are of what could not be written there."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWrittenError(f"{path} could not be written: {error}") from error
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -33,20 +43,20 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Written under another name, so that a broken write leaves nothing under this one."""
     temporary = beside(path)
-    try:
-        write(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise NotWrittenError(f"{path} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _named(path):
+        try:
+            write(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def put(path: Path, write: Callable[[Path], Any]) -> None:
     """As `replace`, of what a link leads to; written in place where a folder takes no new file, and into devices."""
     number = descriptor(path)
     if number is not None:
-        _copy_to(number, path, write)
+        with _named(path):
+            _copy_to(number, write)
         return
     if is_replaced(path):
         try:
@@ -57,10 +67,8 @@ def put(path: Path, write: Callable[[Path], Any]) -> None:
                 raise
         else:
             return
-    try:
+    with _named(path):
         write(path)
-    except OSError as error:
-        raise NotWrittenError(f"{path} could not be written: {error}") from error
 
 
 def put_text(path: Path, text: str) -> None:
@@ -92,18 +100,15 @@ def descriptor(path: Path) -> int | None:
 LINKS = 40  # that are followed, as a kernel does
 
 
-def _copy_to(number: int, path: Path, write: Callable[[Path], Any]) -> None:
+def _copy_to(number: int, write: Callable[[Path], Any]) -> None:
     """Behind what the stream has had: a file that it goes to is not begun anew."""
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "output"
         write(whole)
         if sys.stdout is not None:
             sys.stdout.flush()
-        try:
-            with os.fdopen(os.dup(number), "wb") as stream, whole.open("rb") as found:
-                shutil.copyfileobj(found, stream)
-        except OSError as error:
-            raise NotWrittenError(f"{path} could not be written: {error}") from error
+        with os.fdopen(os.dup(number), "wb") as stream, whole.open("rb") as found:
+            shutil.copyfileobj(found, stream)
 
 
 def beside(path: Path) -> Path:

@@ -178,9 +178,7 @@ static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps sof
     for (int times = 1; times < MOST_TIMES && fabs(sums.q_minus_p) < 1; times++) {
         if (fabs(sums.q_minus_p) <= small * sums.WITH_CORNER)
             break;
-        const double difference = (double)row.log_z_diff_high + (double)row.log_z_diff_low - sums.q_minus_p;
-        row.log_z_diff_high = (real)difference;
-        row.log_z_diff_low = (real)(difference - (double)row.log_z_diff_high);
+        set_log_z_diff(&row, (double)row.log_z_diff_high + (double)row.log_z_diff_low - sums.q_minus_p);
         sums = sums_of(x, y, n, row, softcaps);
     }
     sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;

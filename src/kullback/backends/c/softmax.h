@@ -31,6 +31,12 @@ INLINE double log_z_diff(Softmax input, Softmax target)
     return (target.max - input.max) + (log(target.sum_exp) - log(input.sum_exp));
 }
 
+INLINE void set_log_z_diff(Row *row, double difference)
+{
+    row->log_z_diff_high = (real)difference;
+    row->log_z_diff_low = (real)(difference - (double)row->log_z_diff_high);
+}
+
 INLINE void set_softmaxes(Row *row, Softmax input, Softmax target, double difference, Temperatures temperatures)
 {
     /* The maxima are of the scaled row, with the scale as rounded to `real`; elements want the row's own. */
@@ -42,6 +48,5 @@ INLINE void set_softmaxes(Row *row, Softmax input, Softmax target, double differ
     row->target_max = (real)(target.max / (double)row->target_inv_temperature);
     row->target_inv_sum_exp = (real)(1 / target.sum_exp);
     row->target_log_sum_exp = (real)log(target.sum_exp);
-    row->log_z_diff_high = (real)difference;
-    row->log_z_diff_low = (real)(difference - (double)row->log_z_diff_high);
+    set_log_z_diff(row, difference);
 }
