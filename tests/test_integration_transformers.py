@@ -284,7 +284,7 @@ def test_what_would_be_ignored_is_refused():
     student = model("Llama", 0)
     with distil(student, teacher), pytest.raises(ValueError, match=r"distilled already.*DistillationTrainer"):
         distil(student, teacher)
-    with pytest.raises(TypeError, match="must be a causal language model of transformers; got Linear"):
+    with pytest.raises(TypeError, match=r"must be a causal language model of transformers, .*; got Linear"):
         distil(torch.nn.Linear(2, 2), teacher)
     with pytest.raises(ValueError, match="did you mean"):
         distil(student, teacher, "jensen_shanon")
@@ -413,3 +413,129 @@ def test_a_routers_loss_is_refused():
     student.config.output_router_logits = False
     with distil(student, teacher):
         check(student, teacher, batch())
+
+
+def test_images_are_refused():
+    """The decoder would not see them."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    torch.manual_seed(0)
+    student = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SIZES)))
+    teacher, given = model("Llama", 1), batch()
+    with distil(student, teacher):
+        check(student, teacher, given)
+        with pytest.raises(ValueError, match="given pixel_values, of which its decoder, LlamaModel, knows nothing"):
+            student.train()(**given, pixel_values=torch.zeros(3, 3, 8, 8))
+
+
+def test_prompts_of_one_model_are_refused():
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    teacher, given = model("Llama", 1), batch()
+    for made in (PromptTuningConfig, PrefixTuningConfig):
+        student = get_peft_model(model("Llama", 0), made(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(ValueError, match="student has a prompt that PEFT learns, which its teacher cannot share"):
+            distil(student, teacher)
+    student = model("Llama", 0).train()
+    embeddings = student.model.embed_tokens(given.pop("input_ids"))
+    with distil(student, teacher), pytest.raises(ValueError, match="given inputs_embeds, which its teacher cannot"):
+        student(inputs_embeds=embeddings, **given)
+
+
+def test_adapters_of_the_head_that_are_no_weight_are_refused():
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    teacher = model("Llama", 1)
+    biased = get_peft_model(model("Phi", 0), LoraConfig(r=4, lora_bias=True, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="which is not counted: set lora_bias to False"):
+        distil(biased, teacher)
+    scaled = get_peft_model(model("Llama", 0), IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match="of adapters it may have a LoRA alone"):
+        distil(scaled, teacher)
+    tokens = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
+    tied = get_peft_model(model("Qwen2", 0), tokens)
+    with pytest.raises(ValueError, match=r"the head is a TrainableTokens.*, which is more than a weight and a bias"):
+        distil(tied, teacher)
+
+
+@pytest.mark.parametrize("where", ["lora", "saved"])
+def test_an_adapter_that_is_disabled_does_not_count(where):
+    from peft import LoraConfig, get_peft_model
+
+    modules = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    if where == "lora":
+        modules = {"target_modules": ["lm_head"]}
+    student = get_peft_model(model("Llama", 0), LoraConfig(r=4, **modules))
+    teacher, given = model("Llama", 1), batch()
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                parameter.normal_()
+    with distil(student, teacher), student.disable_adapter():
+        loss = student.train()(**given).loss
+        assert relative_error(loss, textbook(student.eval(), teacher, given)) < 2e-5
+
+
+def test_a_copy_has_its_own_weights():
+    """As averages of weights are."""
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with distil(student, teacher):
+        average = copy.deepcopy(student).eval()
+        with torch.no_grad():
+            student.lm_head.weight.zero_()
+            assert average(input_ids=given["input_ids"]).logits.norm() > 1
+
+
+def test_positional_arguments():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    ids, mask = given["input_ids"], given["attention_mask"]
+    wanted = student(ids, mask).logits
+    with distil(student, teacher):
+        torch.testing.assert_close(student.eval()(ids, mask).logits, wanted)
+        loss = student.train()(ids, mask, labels=given["labels"]).loss
+        assert relative_error(loss, textbook(student.eval(), teacher, given)) < 2e-5
+
+
+def test_what_trained_the_student_before_is_named():
+    from accelerate.utils import convert_outputs_to_fp32
+
+    student, teacher = model("Llama", 0), model("Llama", 1)
+    student._original_forward = student.forward  # as Accelerator.prepare does it for mixed precision
+    student.forward = convert_outputs_to_fp32(student.forward)
+    with pytest.raises(ValueError, match=r"accelerate.*keep_fp32_wrapper=False"):
+        distil(student, teacher)
+
+
+def test_what_is_no_decoder_alone_is_refused():
+    teacher = model("Llama", 1)
+
+    class Wrapped(torch.nn.Module):  # FSDP1's
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    with pytest.raises(TypeError, match="distilled before FSDP wraps it; got Wrapped"):
+        distil(Wrapped(model("Llama", 0)), teacher)
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    translator = T5ForConditionalGeneration(T5Config(**sizes))
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration has an encoder"):
+        distil(translator, teacher)
+
+
+def test_a_head_of_zeros():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with torch.no_grad():
+        student.lm_head.weight.zero_()
+    with distil(student, teacher):
+        check(student, teacher, given)

@@ -65,5 +65,6 @@ def topk_kl_div(
         **slices_of(student_logits, tp_group if tp_size > 1 else None),
     )
     if tp_size > 1:
-        loss = loss.detach() / tp_size + (loss - loss.detach())  # a share of the value, and all of the gradient
+        share = loss.detach() / tp_size + (loss - loss.detach())  # of the value, and all of the gradient
+        loss = torch.where(loss.isinf(), loss / tp_size, share)
     return loss.transpose(0, 1).contiguous()

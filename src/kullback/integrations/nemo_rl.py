@@ -54,7 +54,7 @@ def distillation_loss(
 
     Raises:
         TypeError, ValueError: of `kullback.topk_divergence`; for names that NeMo-RL does not have; for sequences that
-            are shared by a context_parallel_group.
+            are shared by a context_parallel_group; for DTensors of another placement or of unequal slices.
 
     >>> import torch
     >>> from kullback.integrations.nemo_rl import distillation_loss
@@ -70,6 +70,13 @@ def distillation_loss(
     if is_dtensor(logits):
         vocab_parallel_group = logits.device_mesh.get_group("tp")
         names = logits.device_mesh.mesh_dim_names or ()
+        placement = logits.placements[names.index("tp")]
+        ranks = dist.get_world_size(vocab_parallel_group)
+        if not placement.is_shard(logits.dim() - 1) or logits.size(-1) % ranks:
+            raise ValueError(
+                f'logits must be sharded over "tp" by equal parts of their tokens; got {placement} of '
+                f"{logits.size(-1)} tokens and {ranks} ranks"
+            )
         context_parallel_group = logits.device_mesh.get_group("cp") if "cp" in names else None
         logits = logits.to_local()
     if context_parallel_group is not None and dist.get_world_size(context_parallel_group) > 1:

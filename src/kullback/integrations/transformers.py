@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Iterator
@@ -94,7 +95,8 @@ def distil(
     Raises:
         TypeError, ValueError: of `kullback.linear_divergence`, for options; for a head whose logits are not those of
             the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces; for a
-            student whose forward is another's, or has a router's loss.
+            student whose forward is another's, or has a router's loss, or a prompt that PEFT learns. In training for a
+            batch with images, `inputs_embeds` or `past_key_values`.
 
     >>> from kullback.integrations.transformers import distil
     >>> def train(student, teacher, trainer):
@@ -112,10 +114,17 @@ def distil(
         )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
     if "forward" in vars(model):
+        if "_original_forward" in vars(model):
+            raise ValueError(
+                "student's forward is that of accelerate, which has prepared it for mixed precision: take "
+                "accelerator.unwrap_model(student, keep_fp32_wrapper=False) first"
+            )
         raise ValueError(
             "student is distilled already, or its forward is another's, as where a trainer of TRL has been made of it: "
             "undo that first. With TRL, use DistillationTrainer and kullback.integrations.trl.patched()"
         )
+    if getattr(getattr(student, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(f"student has a prompt that PEFT learns, {OF_ONE_MODEL}")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "student has a router's loss, output_router_logits, which is no part of a divergence: set that to False in "
@@ -124,18 +133,29 @@ def distil(
     teacher.eval()
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
-    own_forward = model.forward
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    unread = set(names) - set(inspect.signature(model.get_decoder().forward).parameters) - set(NOT_OF_DECODERS)
 
     @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
-    def forward(self: Model, input_ids: Tensor | None = None, **batch: Any) -> Any:
+    def forward(self: Model, *positional: Any, **batch: Any) -> Any:
+        batch |= dict(zip(names, positional, strict=False))
         labels: Tensor | None = batch.get("labels")
         shifted: Tensor | None = batch.get("shift_labels")
         if not self.training or (labels is None and shifted is None):
             if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 warnings.warn(NO_LABELS, RuntimeWarning, stacklevel=2)
-            return own_forward(input_ids=input_ids, **batch)
-        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS}
-        inputs |= {"input_ids": input_ids, "use_cache": False}
+            return type(self).forward(self, **batch)
+        for name in ("inputs_embeds", "past_key_values"):
+            if batch.get(name) is not None:
+                raise ValueError(f"the student was given {name}, {OF_ONE_MODEL}")
+        ignored = sorted(name for name in unread if batch.get(name) is not None)
+        if ignored:
+            decoder = type(self.get_decoder()).__name__
+            raise ValueError(
+                f"the student was given {', '.join(ignored)}, of which its decoder, {decoder}, knows nothing: what is "
+                "distilled so is a model of text"
+            )
+        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS} | {"use_cache": False}
         hidden = hidden_states(self, inputs)
         with torch.no_grad():
             target = hidden_states(reference, inputs)
@@ -180,6 +200,8 @@ def distil(
     return distillation
 
 
+# Of soft prompts
+OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
 # What a cross-entropy of its own shares with the divergence.
 OPTIONS_OF_LABELS = ("valid_vocab", "reduction", "chunk_rows", "logits_dtype")
 # What a model's forward takes and its decoder does not.
@@ -193,8 +215,14 @@ def _unwrapped(name: str, model: Model) -> Model:
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
-    if not (hasattr(model, "get_output_embeddings") and hasattr(model, "get_decoder")):
-        raise TypeError(f"{name} must be a causal language model of transformers; got {type(model).__name__}")
+    of_class = type(model)  # FSDP1's wrapper has its module's attributes, and its class has not
+    if not (hasattr(of_class, "get_output_embeddings") and hasattr(of_class, "get_decoder")):
+        raise TypeError(
+            f"{name} must be a causal language model of transformers, distilled before FSDP wraps it; got "
+            f"{of_class.__name__}"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise TypeError(f"{name} must be a causal language model of transformers; {of_class.__name__} has an encoder")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no head: get_output_embeddings() is None")
     return model
@@ -210,8 +238,10 @@ def head_of(model: Model) -> Head:
     """The head as it counts now, an adapter's part in it."""
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):  # PEFT's copy, which is trained instead
-        head = head.modules_to_save[head.active_adapters[0]]
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     base = getattr(head, "base_layer", head)
+    if not isinstance(getattr(base, "weight", None), Tensor) or not hasattr(base, "bias"):
+        raise ValueError(f"the head is a {type(base).__name__}, which is more than a weight and a bias")
     weight, bias = base.weight, base.bias
     if hasattr(base.weight, "ds_id"):
         raise ValueError(
@@ -222,25 +252,37 @@ def head_of(model: Model) -> Head:
             "the head is sharded by itself: give FSDP2 the layers and then the whole model (fully_shard(model)), which "
             "gathers the head before the forward"
         )
-    if base is not head and not head.merged:
+    if base is not head and not (head.merged or head.disable_adapters):
+        if not hasattr(head, "lora_B"):
+            raise ValueError(f"the head has a {type(head).__name__}: of adapters it may have a LoRA alone")
         for name in head.active_adapters:
-            if head.lora_dropout[name].training and getattr(head.lora_dropout[name], "p", 0):
-                raise ValueError(
-                    f"adapter {name!r} of the head has a dropout, of which its weight knows nothing: set it to 0"
-                )
-            if getattr(head, "use_dora", {}).get(name):
-                raise ValueError(f"adapter {name!r} of the head is a DoRA, which is more than a weight to be added")
-            weight = weight + head.get_delta_weight(name)
+            if name in head.lora_B:
+                weight = weight + _low_rank(head, name)
     return Head(weight, bias, *_scale_and_softcap(model.config.get_text_config()))
 
 
+def _low_rank(head: Model, name: str) -> Tensor:
+    """What a LoRA adds to the head's weight."""
+    if head.lora_dropout[name].training and getattr(head.lora_dropout[name], "p", 0):
+        raise ValueError(f"adapter {name!r} of the head has a dropout, of which its weight knows nothing: set it to 0")
+    is_dora = getattr(head, "use_dora", {}).get(name)
+    if is_dora or name in getattr(head, "lora_variant", {}):
+        kind = "a DoRA" if is_dora else f"a LoRA with a {type(head.lora_variant[name]).__name__}"
+        raise ValueError(f"adapter {name!r} of the head is {kind}, which is more than a weight to be added")
+    if getattr(head, "lora_bias", {}).get(name):
+        raise ValueError(f"adapter {name!r} of the head has a bias, which is not counted: set lora_bias to False")
+    added: Tensor = head.get_delta_weight(name)
+    return added
+
+
 def _scale_and_softcap(config: Any) -> tuple[float, float | None]:
-    """As architectures name them: Cohere, Falcon-H1 and Granite; Gemma."""
+    """As architectures name them: Cohere, Falcon-H1 and Granite; Gemma and RecurrentGemma."""
     scales = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
     scale = next((scale for scale in scales if scale is not None), None)
     if scale is None and getattr(config, "logits_scaling", None) is not None:
         scale = config.logits_scaling if config.model_type == "hyperclovax" else 1 / config.logits_scaling
-    return 1.0 if scale is None else float(scale), getattr(config, "final_logit_softcapping", None)
+    softcaps = (getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap"))
+    return 1.0 if scale is None else float(scale), next((softcap for softcap in softcaps if softcap is not None), None)
 
 
 @contextlib.contextmanager
@@ -261,7 +303,9 @@ PROBE = 4  # tokens
 def check_logits(name: str, model: Model) -> None:
     """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook."""
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return  # FSDP2 gathers them in a forward alone
+        if name == "teacher":
+            raise ValueError("teacher is sharded, by FSDP2 for example, which gathers it in its own forward alone")
+        return  # likewise the student, in whose forward the loss is found
     ids = torch.arange(PROBE, device=model.get_output_embeddings().weight.device)[None]
     with _evaluating(model):
         wanted = model(input_ids=ids, use_cache=False).logits.double()
@@ -272,7 +316,7 @@ def check_logits(name: str, model: Model) -> None:
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
     # Logits of 16 bits are off by 2^-8 of themselves, and so are their differences.
-    error = float((logits - wanted).norm() / wanted.norm())
+    error = float((logits - wanted).norm() / wanted.norm().clamp_min(torch.finfo(torch.float64).tiny))
     if not error < 0.02:
         raise ValueError(
             f"{name}'s logits are not those of its head: they differ by {error:.1%}. What {type(model).__name__} has "
