@@ -661,3 +661,15 @@ def test_batched_gradients_are_refused(generator):
     loss = kullback.linear_divergence(h, w, t, v, reduction="none")
     with pytest.raises(RuntimeError, match=r"batched gradients.*use divergence\(F.linear"):
         torch.autograd.grad(loss, h, torch.eye(3), is_grads_batched=True)
+
+
+def test_a_module_may_temper_entries_of_any_form():
+    hidden, head = torch.randn(4, 5), torch.randn(11, 5)
+    values, ids = torch.randn(4, 11).softmax(-1).topk(3)
+    options = {"target_form": "probs", "target_temperature": 2.0}
+    found = kullback.LinearDivergenceLoss(**options)(hidden, head, values, target_indices=ids)
+    assert found == kullback.linear_divergence(hidden, head, values, target_indices=ids, **options)
+    with pytest.raises(ValueError, match="target_form must be one of"):
+        kullback.LinearDivergenceLoss(target_form="prob")
+    with pytest.raises(ValueError, match="target_temperature must be positive"):
+        kullback.LinearDivergenceLoss(target_form="probs", target_temperature=0.0)

@@ -746,3 +746,35 @@ def test_support_of_rows_that_do_not_count(backend, device, generator, bad):
                 form,
                 kind,
             )
+
+
+@pytest.mark.parametrize("tail", ["bucket", "zero", "renormalize", "support"])
+@pytest.mark.parametrize("labels", [None, torch.tensor([0, 1, -100])], ids=["no labels", "labels"])
+def test_weights_that_are_all_0_have_a_gradient_of_0(tail, labels):
+    """As a schedule has that passes through 0."""
+    student = torch.randn(3, 7, requires_grad=True)
+    entries = torch.randn(3, 7).log_softmax(-1).topk(2)
+    weights = {"divergence_weight": 0.0, "z_weight": 0.0} | ({} if labels is None else {"label_weight": 0.0})
+    loss = kullback.topk_divergence(student, *entries, tail=tail, labels=labels, **weights)
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(student.grad, torch.zeros(3, 7))
+
+
+@pytest.mark.parametrize("backend", ["c", "torch"])
+def test_rows_without_tokens_are_refused(backend):
+    with kullback.backend(backend), pytest.raises(ValueError, match=r"input must have tokens; got the shape \[3, 0\]"):
+        kullback.topk_divergence(torch.zeros(3, 0), torch.zeros(3, 1), torch.full((3, 1), -1))
+
+
+def test_the_warning_of_logits_is_of_who_called():
+    hidden, head = torch.randn(4, 5), torch.randn(11, 5)
+    values, ids = (torch.randn(4, 11) + 3).topk(3)
+    for name, call in (
+        ("target", lambda: kullback.linear_divergence(hidden, head, values, target_indices=ids)),
+        ("target", lambda: kullback.LinearDivergenceLoss()(hidden, head, values, target_indices=ids)),
+        ("target_values", lambda: kullback.topk_row_statistics(torch.randn(4, 11), values, ids)),
+    ):
+        with pytest.warns(UserWarning, match=f"^{name} holds log-probabilities, by target_form") as told:
+            call()
+        assert {each.filename for each in told} == {__file__}

@@ -634,7 +634,7 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
         )
 
 
-def notice_logits(values: Tensor, indices: Tensor, target_form: str, row_weight: Tensor | None) -> None:
+def notice_logits(name: str, values: Tensor, indices: Tensor, target_form: str, row_weight: Tensor | None) -> None:
     """Warn of log-probabilities that are none, on a CPU: what raw logits give looks like a loss."""
     if target_form != "log_probs" or values.device.type != "cpu" or is_traced(values, indices):
         return
@@ -644,11 +644,19 @@ def notice_logits(values: Tensor, indices: Tensor, target_form: str, row_weight:
     most = torch.where(counts, values.detach().float(), -math.inf).exp().sum(-1)
     if most.numel() and (largest := most.max().item()) > 1.1:
         warnings.warn(
-            f"target_values hold log-probabilities, by target_form, and are those of probabilities that sum to "
+            f"{name} holds log-probabilities, by target_form, and they are those of probabilities that sum to "
             f"{largest:.3g}; of logits say target_form='logits' (with another tail than \"bucket\")",
             UserWarning,
-            stacklevel=3,
+            stacklevel=_frames_inside(),
         )
+
+
+def _frames_inside() -> int:
+    """The `stacklevel` at which who called this library is warned: past modules and what torch has around them."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("kullback", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 PROBLEM_OPTIONS = (
@@ -693,6 +701,8 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_sequence_dim(given.pop("sequence_dim", None), group)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
+    if known is LINEAR_OPTIONS and given.get("target_form") is not None:  # entries of any form may be tempered
+        check_name("target_form", given.pop("target_form"), FORMS)
     asked = {name: given.pop(name) for name in WEIGHT_OPTIONS if name in given}
     asked = {"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked}
     if asked["divergence_weight"] == 0:

@@ -513,6 +513,8 @@ def topk_divergence(
     width = vocab or input.size(-1)
     checks.check_slice(width, first_token, total_vocab)
     shard, tokens = parallel.slice_of(group, width, first_token, total_vocab)
+    if not tokens:
+        raise ValueError(f"input must have tokens; got the shape {checks.shape(input)}")
     weight = None if row_weight is None else checks.row_weight(row_weight, input)
     weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
     checks.check_smoothing(label_smoothing, group is not None)
@@ -531,7 +533,7 @@ def topk_divergence(
         shard=shard,
         weights=weights,
     )
-    checks.notice_logits(target_values, target_indices, target_form, weight)
+    checks.notice_logits("target_values", target_values, target_indices, target_form, weight)
     of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
     dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
@@ -746,7 +748,7 @@ def linear_divergence(
     ids, negligible = None, 0.0
     if target_indices is not None:
         form = "log_probs" if target_form is None else target_form
-        checks.notice_logits(target, target_indices, form, row_weight)
+        checks.notice_logits("target", target, target_indices, form, row_weight)
         of = topk.entries_of(form, tail, "logits", tokens)
         teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
         problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible

@@ -422,7 +422,7 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
     gathered = without_unread_rows(GatherRows.apply(input, wide, problem, others_of(problem)), row_weight)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
     lse = log_sum(outcomes).squeeze(-1)
-    none = torch.zeros_like(lse)
+    none = torch.where(torch.zeros_like(lse, dtype=torch.bool), lse, 0.0)  # the input's, should all weights be 0
     logit = none if places is None else outcomes.gather(-1, places.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     offset = offset_of(problem, input, wide)
     more = weighted(auxiliary.losses(problem, none, lse, labels, logit, mean.sum(-1), offset), row_weight)
