@@ -1149,6 +1149,23 @@ def test_an_interrupt_while_the_report_is_made(tmp_path, files, monkeypatch):
     assert found_by(tmp_path, *files)["rows_read"] == ROWS
 
 
+def test_an_interrupt_while_other_ranks_are_waited_for(tmp_path, files, monkeypatch):
+    true = comparison.gather
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return true(*arguments)
+
+    monkeypatch.setattr(comparison, "gather", interrupted)
+    assert found_by(tmp_path, *files)["rows_read"] == ROWS
+
+
+def test_what_a_cluster_sets_makes_no_ranks(tmp_path, files, monkeypatch):
+    for world in ("2", "", "two"):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert found_by(tmp_path, *files)["rows_read"] == ROWS
+
+
 def test_a_token_without_mass_has_an_infinite_perplexity(tmp_path, pair):
     reference, candidate, tokens = pair
     candidate[2, 3, tokens[2, 4]] = -np.inf

@@ -90,6 +90,11 @@ def check_ranks(ranks: Ranks):
             assert relative_error(whole, losses) < LOSS, (dtype, ghost)
             bound = GRADIENT if dtype == torch.float32 else 4e-3
             assert relative_error(gradient, ranks.slice(exact)) < bound, (dtype, ghost)
+    student, values, ids = made()
+    student[0, 0, ids[0, 0, 0]] = -torch.inf  # a token that the teacher has
+    part = topk_kl_div(ranks.slice(student), values, ids, ranks.world, ranks.rank, ranks.group, True)
+    assert part[0, 0] == torch.inf
+    assert part.isfinite().sum() == part.numel() - 1
 
 
 def test_ranks_that_share_the_vocabulary(tmp_path):

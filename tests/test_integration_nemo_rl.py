@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import kullback
 from kullback.integrations.nemo_rl import direct_topk_kl, distillation_loss
@@ -178,6 +178,10 @@ def check_ranks(ranks: Ranks):
             loss = direct_topk_kl(theirs, leaf, teacher, data["token_mask"], 11.0, tp_group=ranks.group, cp_group=None)
             assert relative_error(loss, expected) < LOSS, reverse
             assert relative_error(torch.autograd.grad(loss, leaf)[0], ranks.slice(exact)) < bound(dtype), reverse
+    for placement, part in ((Shard(-1), student[..., 1:]), (Replicate(), student)):
+        refused = distribute_tensor(part, mesh, [placement])
+        with pytest.raises(ValueError, match='sharded over "tp" by equal parts of their tokens; got '):
+            distillation_loss(refused, data, None, 11.0)
     with pytest.raises(ValueError, match="shared by a context_parallel_group"):
         distillation_loss(student, data, None, 11.0, context_parallel_group=ranks.group)
 

@@ -240,6 +240,6 @@ def check_ranks(ranks: Ranks):
     assert relative_error(found["distillation_losses"][1], expected["distillation_losses"][0, LENGTHS[0] :]) < LOSS
 
 
-@pytest.mark.filterwarnings("ignore:target_values hold log-probabilities")
+@pytest.mark.filterwarnings("ignore:target_values holds log-probabilities")
 def test_ranks_that_share_the_vocabulary(tmp_path):
     spawn(check_ranks, 2, tmp_path)

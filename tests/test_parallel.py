@@ -605,6 +605,13 @@ def check_agreement(ranks: Ranks):
     h, w, _, t, v, _ = (tensor.to(ranks.device) for tensor in models(torch.float32, (3 + ranks.rank,)))
     with kullback.checking_ranks(), pytest.raises(ValueError, match=r"got \[3, 8\] .* of rank 0 and \[4, 8\]"):
         kullback.linear_divergence(h, w, t, v, chunk_rows=2, group=ranks.group, sequence_dim=0)
+    zeros = torch.zeros(4, 3 - ranks.rank, device=ranks.device)
+    entries = zeros, zeros.long()
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r" of 3 entries.* of rank 0 and .* of 2 entries"):
+        kullback.topk_divergence(x, *entries, group=ranks.group)
+    place = {} if ranks.rank == 0 else {"first_token": 9, "total_vocab": 19}
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"is not given .*first_token is given"):
+        kullback.topk_divergence(x, *entries, group=ranks.group, **place)
     with kullback.checking_ranks():  # slices may be of any width
         assert kullback.divergence(x, x, group=ranks.group) == 0
     loss = kullback.DivergenceLoss("hellinger", group=ranks.group, reduction="sum")

@@ -49,9 +49,9 @@ _checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
 def checking_ranks() -> Iterator[None]:
     """Let ranks that share a vocabulary compare what they are about to do: where they differ, all raise ValueError.
 
-    Compared are the kind and its numbers, rows, dtypes, gradients that are wanted, and plans. It costs an exchange of
-    objects before every one of numbers, for which the host waits: for the first steps of a run. It holds for this
-    thread, or task, alone.
+    Compared are the kind and its numbers, rows and how many entries they have, dtypes, gradients that are wanted, and
+    plans. It costs an exchange of objects before every one of numbers, for which the host waits: for the first steps of
+    a run. It holds for this thread, or task, alone.
 
     >>> import kullback
     >>> with kullback.checking_ranks():
@@ -78,6 +78,8 @@ def slice_of(
     """
     if group is None:
         return WHOLE, width
+    if not torch.compiler.is_compiling() and _checks.get():
+        _check(group, f"slices whose first_token is {'not ' if first_token is None else ''}given")
     if first_token is not None and total_vocab is not None:
         return Shard(group.group_name, first_token, -(-total_vocab // group.size())), total_vocab
     if torch.compiler.is_compiling():
@@ -361,9 +363,10 @@ def _check_work(work: Rows | Gather, rows: int, how: str = "by collectives") -> 
     tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
     if isinstance(work, Rows):
         tensors |= {name: tensor for name, tensor in work.operands._asdict().items() if tensor is not None}
+    count = f"{rows} rows" + (f" of {work.ids.size(1)} entries" if isinstance(work, Gather) else "")
     shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
     dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-    _check(resolved(work.problem.shard.group), f"{shared}, {rows} rows, {how}, {dtypes}")
+    _check(resolved(work.problem.shard.group), f"{shared}, {count}, {how}, {dtypes}")
 
 
 def _check(group: dist.ProcessGroup, mine: str) -> None:

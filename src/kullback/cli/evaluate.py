@@ -225,9 +225,9 @@ def compare(
             comparison_module.run(planned, place, tell, rank, world)
         except (runs.MismatchError, OSError) as error:
             _refuse(error)
-    if not comparison_module.gather(planned, rank, world):
-        return
     with uninterrupted():  # what was read is reported
+        if not comparison_module.gather(planned, rank, world):
+            return
         try:
             found = comparison_module.result(planned, worst)
         except runs.MismatchError as error:
@@ -328,8 +328,8 @@ def _plain(value: Any) -> Any:
 
 
 def _ranks() -> tuple[int, int]:
-    """As torchrun says; without it there is one."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    """As torchrun says; without it there is one, whatever else a cluster sets."""
+    world = int(os.environ["WORLD_SIZE"]) if dist.is_available() and dist.is_torchelastic_launched() else 1
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), world) if world > 1 else (0, 1)

@@ -129,7 +129,7 @@ def why_not(path: Path) -> str:
             return "" if os.access(path, os.W_OK) else f"{path} cannot be written"
         for name in (path, beside(path)):
             name.touch()
-            name.unlink()
+            name.unlink(missing_ok=True)  # another rank's trial may have gone first
     except (OSError, ValueError) as error:  # of a name that is too long or has a null in it
         return f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
     return ""
