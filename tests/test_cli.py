@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import kullback
@@ -165,7 +166,7 @@ def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
     from matplotlib import pyplot as plt
 
     monkeypatch.setattr(plt, "close", lambda figure: None)  # it is looked at
-    bench.plot(measured(None), tmp_path / "plot.png")
+    bench.plot(measured(None), "png", tmp_path / "plot")
     figure = plt.gcf()
     figure.draw_without_rendering()
     assert [axis.get_title(loc="left") for axis in figure.axes] == list(bench.TASKS)
@@ -202,6 +203,24 @@ def test_bench_refuses_before_any_work(arguments, words):
     result = run("bench", *arguments)
     assert result.exit_code == 2
     assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+def test_bench_refuses_files_that_hold_no_rows(tmp_path):
+    (tmp_path / "text").write_text("no rows")
+    save_file({"logits": torch.zeros(2, 3)}, tmp_path / "logits.safetensors")
+    for name, words in (("text", "is no safetensors file"), ("logits.safetensors", "holds no rows as `make real`")):
+        result = run("bench", "--rows", str(tmp_path / name))
+        assert result.exit_code == 2
+        assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+
+
+def test_bench_writes_before_it_shows(tmp_path, monkeypatch):
+    """Whoever reads what is shown may have gone."""
+    shown = []
+    monkeypatch.setattr(bench, "bench", lambda *given, **named: measured(None))
+    monkeypatch.setattr(commands, "_show", lambda result, took: shown.append((tmp_path / "out.json").exists()))
+    assert run("bench", "--shape", "8x8", "--json", str(tmp_path / "out.json")).exit_code == 0
+    assert shown == [True]
 
 
 def test_export_refuses_a_folder(tmp_path):

@@ -1160,6 +1160,38 @@ def test_an_interrupt_while_other_ranks_are_waited_for(tmp_path, files, monkeypa
     assert found_by(tmp_path, *files)["rows_read"] == ROWS
 
 
+def test_labels_of_one_row_are_the_same(tmp_path, pair):
+    reference, candidate, tokens = pair
+    labels = tokens[:, 1:].astype(np.int64)
+    save_file({"logits": reference, "labels": labels}, tmp_path / "a.safetensors")
+    labels[1, 2] = -100
+    save_file({"logits": candidate, "labels": labels}, tmp_path / "b.safetensors")
+    assert found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors")["rows_read"] == ROWS
+    labels[1, 3] = (labels[1, 3] + 1) % VOCAB
+    save_file({"logits": candidate, "labels": labels}, tmp_path / "b.safetensors")
+    result = run(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert result.exit_code == 3
+    assert f"1 of {ROWS} labels differ" in " ".join(result.output.split())
+
+
+def test_a_correlation_with_what_never_changes_is_none(tmp_path, pair):
+    reference, _, tokens = pair
+    alike = np.tile(reference[:1, :1], (*reference.shape[:2], 1))
+    for name, logits in (("a", reference), ("b", alike)):
+        save_file({"logits": logits, "labels": np.zeros_like(tokens[:, 1:])}, tmp_path / f"{name}.safetensors")
+    found = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found["candidates"][0]["perplexity"]["correlation"] is None
+
+
+def test_reports_are_merged_with_what_they_have():
+    statistics = kullback.row_statistics(torch.randn(3, 5), torch.randn(3, 5))
+    reports = compare.Report(), compare.Report()
+    reports[0].add(statistics)
+    reports[1].add(statistics, group=1)
+    with pytest.raises(ValueError, match="some have and some lack group"):
+        reports[0].merge(reports[1])
+
+
 def test_what_a_cluster_sets_makes_no_ranks(tmp_path, files, monkeypatch):
     for world in ("2", "", "two"):
         monkeypatch.setenv("WORLD_SIZE", world)

@@ -6,6 +6,8 @@ Models here are a few lines; those of transformers run in `make test-integration
 import importlib.util
 import json
 import os
+import shutil
+import stat
 import types
 from pathlib import Path
 
@@ -89,7 +91,7 @@ def text(tmp_path):
 
 
 def recorded(loaded, path, folder, what="hidden", dtype=torch.float32, tell=lambda count: None, column=None):
-    read = record.read_text(path, loaded.tokenizer, WINDOW, None, column)
+    read = record.read_text(path, loaded.tokenizer, None if path.is_dir() else WINDOW, None, column)
     return record.record(loaded, read, folder, what, dtype, tell)
 
 
@@ -157,10 +159,49 @@ def test_tokens_are_read_again(loaded, text, tmp_path):
     assert same[0] == same[1]
     stored = runs.open_source(FIXTURE / "base.kld").layout.tokens
     for tokenizer, first in ((Tokenizer(), torch.ones(16)), (Tokenizer(bos=False), stored[:, 0])):
-        again = record.read_text(FIXTURE / "base.kld", tokenizer, 512, None, None).tokens
+        again = record.read_text(FIXTURE / "base.kld", tokenizer, None, None, None).tokens
         assert torch.equal(again[:, 1:].long(), stored[:, 1:])
         assert torch.equal(again[:, 0].long(), first.long())
-    assert len(record.read_text(FIXTURE / "base.kld", Tokenizer(), 512, 3, None).tokens) == 3
+    assert len(record.read_text(FIXTURE / "base.kld", Tokenizer(), None, 3, None).tokens) == 3
+    for path in (tmp_path / "first", FIXTURE / "base.kld"):
+        with pytest.raises(runs.MismatchError, match=r"--window 8: .* is no text; its windows are kept as they are"):
+            record.read_text(path, Tokenizer(), 8, None, None)
+
+
+def test_other_weights_of_the_same_name_are_another_recording(loaded, text, tmp_path):
+    """As a model that was quantised in its place, whose head is the same."""
+    recorded(loaded, text, tmp_path / "run")
+    with torch.no_grad():
+        loaded.model.embedding.weight[0, 0] += 1e-6
+    with pytest.raises(runs.MismatchError, match="has another recording: model_sha256"):
+        recorded(loaded, text, tmp_path / "run")
+
+
+def test_others_may_read_a_recording(loaded, text, tmp_path):
+    former = os.umask(0o027)
+    try:
+        recorded(loaded, text, tmp_path / "run")
+    finally:
+        os.umask(former)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").iterdir()} == {0o640}
+
+
+def test_parts_of_a_recording_are_no_logits(loaded, text, tmp_path):
+    recorded(loaded, text, tmp_path / "run")
+    for name in ("rows-00001-of-00001.safetensors", "head.safetensors", "tokens.safetensors"):
+        with pytest.raises(runs.MismatchError, match="is a part of a recording: name its folder"):
+            runs.open_source(tmp_path / "run" / name)
+    shutil.copy(tmp_path / "run" / "head.safetensors", tmp_path)
+    with pytest.raises(runs.MismatchError, match="is a model's head, and no logits"):
+        runs.open_source(tmp_path / "head.safetensors")
+
+
+@pytest.mark.parametrize("name", ["./none", "none.gguf", "a/b/none", "/none"])
+def test_a_model_that_is_not_there(text, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(evaluate, "_need", lambda packages, extra: None)
+    result = run("record", name, text, "-o", tmp_path / "run")
+    assert result.exit_code == 2
+    assert f"there is no {name}" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_an_interrupted_recording_ends_at_whole_shards_and_goes_on(loaded, text, tmp_path, monkeypatch):

@@ -82,14 +82,22 @@ class Report:
             part["group"] = _ids("group", group, count)
         if top is not None:
             part |= {f"top_{k}_agreement": own for k, own in zip(TOP, top.reshape(count, -1).cpu().T, strict=True)}
+        self._take(part)
+
+    def _take(self, part: dict[str, Tensor]) -> None:
         if self._parts and part.keys() != self._parts[0].keys():
             odd = ", ".join(sorted(part.keys() ^ self._parts[0].keys()))
             raise ValueError(f"all rows must have the same figures; some have and some lack {odd}")
         self._parts.append(part)
 
     def merge(self, other: Report) -> None:
-        """Take over the rows of another, which has other rows of the same comparison."""
-        self._parts += other._parts
+        """Take over the rows of another, which has other rows of the same comparison.
+
+        Raises:
+            ValueError: figures that other rows lack.
+        """
+        for part in other._parts:
+            self._take(part)
 
     def rows(self) -> dict[str, Tensor]:
         """All figures of all rows, in the order of their numbers."""
@@ -232,10 +240,10 @@ def distribution(values: Tensor) -> Summary:
 
 
 def _shares_above(kl: Tensor) -> list[tuple[float, float]]:
-    """[(x, share of rows above x)] for a curve, four to a decade, as far as rows reach."""
+    """[(x, share of rows above x)] for a curve, four to a decade."""
     ordered = kl.double().sort().values
     at = 10 ** (torch.arange(-40, 9, dtype=torch.float64) / 4)
-    shares = 1 - torch.searchsorted(ordered, at, right=True) / len(ordered)
+    shares = 1 - torch.searchsorted(ordered, at, right=True).double() / len(ordered)
     return [(float(x), float(share)) for x, share in zip(at, shares, strict=True)]
 
 
@@ -320,8 +328,7 @@ def _of_labels(rows: Mapping[str, Tensor]) -> Summary:
             "ratio": _exponentials(sample, ratio),
             "log_ratio": sample.mean(ratio),
             "covariance": _covariance(own, reference),
-            "correlation": _covariance(own, reference)
-            / max(math.sqrt(_covariance(own, own) * _covariance(reference, reference)), 1e-300),
+            "correlation": _correlation(own, reference),
         },
         "label_probability_change": sample.mean(change)
         | distribution(change)
@@ -350,6 +357,12 @@ def _exp(x: float) -> float:
 
 def _covariance(x: Tensor, y: Tensor) -> float:
     return float(((x - x.mean()) * (y - y.mean())).mean())
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """NaN where one of them is the same in all rows."""
+    spread = math.sqrt(_covariance(x, x) * _covariance(y, y))
+    return _covariance(x, y) / spread if spread else math.nan
 
 
 def _by_confidence(rows: Mapping[str, Tensor]) -> list[Summary]:

@@ -247,7 +247,7 @@ def has_corner(kind: str) -> bool:
     return Problem(kind, Side("logits"), Side("logits"), DIVERGENCES[kind].default).curvature == 0
 
 
-IGNORED = -100  # the label of a row that does not count
+IGNORED = -100  # the label of a row that has none
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # as stores keep ids; torch has few operations on these
 WITHOUT_FLOAT64 = {"mps"}  # types of devices
 

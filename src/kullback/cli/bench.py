@@ -356,8 +356,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}" if seconds < 10 else f"{seconds * 1e3:.0f}"
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """A panel of bars for each task, from 0: milliseconds of each contestant, and the time of reading the inputs."""
+def plot(result: dict[str, Any], form: str, path: Path) -> None:
+    """A panel of bars for each task, from 0: milliseconds of each contestant, and the time of reading the inputs.
+
+    The form is png, pdf or svg.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -396,5 +399,5 @@ def plot(result: dict[str, Any], path: Path) -> None:
         loc="outside lower center",
         frameon=False,
     )
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=form)
     plt.close(figure)

@@ -159,6 +159,14 @@ def plan(
     comparison.index = [rows[order] for rows in comparison.index]
     comparison.reports = [Report() for _ in comparison.sources[1:]]
     labels = comparison.layout.label[comparison.index[comparison.teller]]
+    for each, rows in zip(comparison.sources, comparison.index, strict=True):
+        own = each.layout.label[rows]
+        differ = int(((own != labels) & (own != IGNORED) & (labels != IGNORED)).sum())
+        if differ:
+            teller = comparison.sources[comparison.teller]
+            raise MismatchError(
+                f"{teller.path} and {each.path} are of different texts: {differ} of {len(labels)} labels differ"
+            )
     if len(labels) and int(labels.max()) >= comparison.vocab:
         raise MismatchError(
             f"--valid-vocab {comparison.vocab}: the text has the token {int(labels.max())}, which is beyond it"

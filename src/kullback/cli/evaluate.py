@@ -63,7 +63,9 @@ def record(
     load_dtype: Annotated[
         str, typer.Option(help=f"What the model computes in: {', '.join(STORED)}; auto is its own, float32 of a GGUF.")
     ] = "auto",
-    window: Annotated[int, typer.Option(min=2, help="Tokens that are read together.")] = 512,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a text that are read together; by default 512.")
+    ] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="How many windows; by default all of the text.")] = None,
     groups: Annotated[str | None, typer.Option(help="The column of a .jsonl that tells groups apart.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="The GGUF file of a folder or a hub's name.")] = None,
@@ -158,7 +160,9 @@ def compare(
         str,
         typer.Option(help="llama.cpp: its own formula, its ± and its half of positions, to check against its output."),
     ] = "",
-    worst: Annotated[int, typer.Option(min=0, help="How many of the worst rows are reported.")] = 20,
+    worst: Annotated[
+        int, typer.Option(min=0, help="How many of the worst rows are reported; the terminal shows five.")
+    ] = 20,
     json_path: Annotated[Path | None, typer.Option("--json", readable=False, help="Write all figures there.")] = None,
     markdown: Annotated[Path | None, typer.Option(readable=False, help="Write the tables there, as Markdown.")] = None,
     html_path: Annotated[
@@ -298,7 +302,8 @@ def _as_rich(words: tables.Table) -> Table:
         left, is_number = i == 0 or words.is_prose, (i == 0) == words.is_prose  # of these no cell may be broken
         least = min(max(map(cell_len, cells), default=0), tables.LEAST_WORDS)
         justify: Literal["left", "right"] = "left" if left else "right"
-        table.add_column(Text(title), justify=justify, no_wrap=is_number, overflow="fold", min_width=least)
+        overflow: Literal["ellipsis", "fold"] = "ellipsis" if is_number else "fold"
+        table.add_column(Text(title), justify=justify, no_wrap=is_number, overflow=overflow, min_width=least)
     for row in words.rows:
         table.add_row(*map(Text, row))
     return table
@@ -337,7 +342,8 @@ def _ranks() -> tuple[int, int]:
 
 def _device(asked: str) -> torch.device:
     has = torch.cuda.is_available()
-    name = one_of("--device", asked or ("cuda" if has else "cpu"), ("cuda", "cpu"))
+    name = asked or ("cuda" if has else "cpu")
+    one_of("--device", name, ("cuda", "cpu"))
     if name == "cuda" and not has:
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)

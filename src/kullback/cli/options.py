@@ -17,10 +17,9 @@ def not_written(option: str, error: OSError) -> None:
     typer.echo(f"Error: {option}: {error}", err=True)
 
 
-def one_of(option: str, value: str, known: Any) -> str:
+def one_of(option: str, value: str, known: Any) -> None:
     if value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
-    return value
 
 
 def writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:

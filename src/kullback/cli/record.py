@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from kullback.cli.runs import NO_TOKEN, MismatchError
 from kullback.cli.writing import replace, save
 from kullback.integrations import transformers as integration
 
+WINDOW = 512  # tokens
 SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
 Model = Any
 
@@ -43,6 +45,9 @@ class Loaded(NamedTuple):
 
 def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, device: torch.device) -> Loaded:
     """In evaluation mode. The path of a GGUF file is its folder and its name."""
+    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf")
+    if is_path and not Path(name).exists():
+        raise FileNotFoundError(f"there is no {name}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = name
@@ -69,18 +74,20 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
     return Loaded(model.eval().requires_grad_(False).to(device), tokenizer, about)
 
 
-def read_text(path: Path, tokenizer: Any, window: int, windows: int | None, column: str | None) -> Text:
+def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | None, column: str | None) -> Text:
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
     if path.is_dir() or _begins(path, runs.MAGIC):
         if column:
             raise MismatchError(f"--groups {column}: {path} is no text; a recording's groups are kept as they are")
+        if window:
+            raise MismatchError(f"--window {window}: {path} is no text; its windows are kept as they are")
         return _tokens_again(path, tokenizer, windows)
     try:
         documents = list(_documents(path, column))
     except UnicodeDecodeError as error:
         raise MismatchError(f"{path} is no text in UTF-8: {error}") from error
     names = sorted({name for _, name in documents if name is not None})
-    parts, document, group = [], [], []
+    window, parts, document, group = window or WINDOW, [], [], []
     first = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
     step = window - len(first)
     for number, (text, name) in enumerate(documents):
@@ -177,6 +184,7 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
         "format": runs.FORMAT,
         "what": what,
         **loaded.about,
+        "model_sha256": fingerprint(loaded.model),
         "weights": runs.name_of(head.weight.dtype),
         "activations": runs.name_of(loaded.model.dtype),
         "dtype": runs.name_of(dtype),
@@ -201,6 +209,20 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def fingerprint(model: Model) -> str:
+    """Of all weights: names, shapes, and Σ and Σ of squares of their bits, which are the same on every device."""
+    digest = hashlib.sha256()
+    for name, weights in sorted(model.state_dict().items()):
+        bits = weights.detach().contiguous().reshape(-1)
+        bits = bits.view(INTEGERS.get(bits.element_size(), torch.uint8))
+        sums = [(int(part.sum()), int(part.square().sum())) for part in (p.long() for p in bits.split(1 << 24))]
+        digest.update(f"{name} {list(weights.shape)} {weights.dtype} {sums}".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dtype, tell: Callable[[int], None]) -> int:

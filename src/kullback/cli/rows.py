@@ -40,10 +40,16 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors, and how they were made."""
     if importlib.util.find_spec("safetensors") is None:
         raise ModuleNotFoundError("rows of a file need safetensors: pip install safetensors")
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["about"])  # noqa: SIM118
+    try:
+        with safe_open(path, "pt") as file:
+            tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+    if not {"head", "head_scale", "teacher"} <= tensors.keys() or "about" not in about:
+        raise ValueError(f"{path} holds no rows as `make real` writes them: it has {', '.join(tensors)[:80]}")
+    return tensors, json.loads(about["about"])
 
 
 def students(source: str) -> list[str]:

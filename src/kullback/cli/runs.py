@@ -1,6 +1,6 @@
 """Files that hold what a model said, row by row: recordings, logits, vLLM's hidden states, llama.cpp's base logits.
 
-All are read a chunk of rows at a time, and end at their last whole row.
+All are read a chunk of rows at a time, and end at their last whole row; of vLLM's files each one does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MismatchError(Exception):
     """Files that are not what they should be, or do not belong together."""
 
 
-class Table:
+class StoredRows:
     """Rows of equal length in a file, from an offset on.
 
     They are read, not mapped: mapped pages would count as this process's memory, and a cut file could not be opened.
@@ -135,7 +135,7 @@ def tensor(path: Path, name: str, entry: Entry, dimensions: int | None = None) -
     if dimensions is not None and len(entry.shape) != dimensions:
         raise MismatchError(f"{path}: {name} must have {dimensions} dimensions; its shape is {entry.shape}")
     count = math.prod(entry.shape)
-    table = Table(path, entry.offset, entry.dtype, 1, count)
+    table = StoredRows(path, entry.offset, entry.dtype, 1, count)
     if table.whole < count:
         raise MismatchError(f"{path} is cut: of {name} it has {table.whole} of {count} numbers")
     return table.read(0, count).reshape(entry.shape)
@@ -153,19 +153,19 @@ def ids(path: Path, name: str, entry: Entry, dimensions: int | None = None) -> T
     return found.long()
 
 
-def rows_of(path: Path, name: str, entry: Entry) -> Table:
+def rows_of(path: Path, name: str, entry: Entry) -> StoredRows:
     """A floating tensor as rows of its last dimension."""
     if entry.dtype is None or not entry.dtype.is_floating_point:
         raise MismatchError(f"{path}: {name} must be float64, float32, float16 or bfloat16")
     if len(entry.shape) < 2 or not entry.shape[-1]:
         raise MismatchError(f"{path}: {name} must be rows of one length; its shape is {entry.shape}")
-    return Table(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
+    return StoredRows(path, entry.offset, entry.dtype, entry.shape[-1], math.prod(entry.shape[:-1]))
 
 
 LEAST_SHARE = 1000  # a file with less of its rows is no cut file: its header is wrong
 
 
-def check_share(path: Path, tables: Sequence[Table]) -> None:
+def check_share(path: Path, tables: Sequence[StoredRows]) -> None:
     """Of all tables of a file."""
     given, whole = sum(table.rows for table in tables), sum(table.whole for table in tables)
     if given > LEAST_SHARE * max(1, whole):
@@ -278,7 +278,7 @@ class Head:
 class Shards:
     """Tables that follow each other; they end at the first that is not whole."""
 
-    def __init__(self, tables: list[Table]) -> None:
+    def __init__(self, tables: list[StoredRows]) -> None:
         self.tables, self.starts, self.whole = tables, [], 0
         for table in tables:
             self.starts.append(self.whole)
@@ -341,7 +341,7 @@ class Recording:
         _check_labels(path, self.layout.label, self.vocab)
         return tokens
 
-    def _tables(self, what: str, dtype: torch.dtype, windows: int) -> Iterator[Table]:
+    def _tables(self, what: str, dtype: torch.dtype, windows: int) -> Iterator[StoredRows]:
         first, columns, shards = 0, None, self.about["shards"]
         if shards > windows:
             raise MismatchError(
@@ -646,7 +646,7 @@ class LlamaCpp:
         self.layout = layout_of(tokens, self.first)
         _check_labels(path, self.layout.label, self.vocab)
         columns = 2 * ((self.vocab + 1) // 2) + 4
-        self.table = Table(path, len(fixed) + len(given), torch.int16, columns, len(self.layout.window))
+        self.table = StoredRows(path, len(fixed) + len(given), torch.int16, columns, len(self.layout.window))
         self.rows = self.table.whole
         if size > self.table.offset + self.table.rows * self.table.row_bytes:
             raise MismatchError(
@@ -697,6 +697,10 @@ def _reader(path: Path) -> Source:
     if magic == MAGIC:
         return LlamaCpp(path)
     held = entries(path)
+    if (path.parent / HEADER).exists() or "first_row" in held:
+        raise MismatchError(f"{path} is a part of a recording: name its folder")
+    if path.name == HEAD:
+        raise MismatchError(f"{path} is a model's head, and no logits")
     return HiddenFiles(path, [path]) if "hidden_states" in held else LogitsFile(path, held)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def number(value: float | str | None) -> str:
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{100 * value:.{digits}f} %"
+    return "" if value is None or math.isnan(value) else f"{100 * value:.{digits}f} %"
 
 
 def interval(figure: Found, show: Callable[[float], str] = number) -> str:

@@ -30,7 +30,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def save(tensors: dict[str, Tensor], path: Path) -> None:
-    """A safetensors file."""
+    """A safetensors file, which others may read as they may any file: safetensors itself lets its owner alone."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -38,6 +38,9 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
