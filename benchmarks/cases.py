@@ -44,6 +44,8 @@ TORCH_CPU = [(512, 49152, dtype, kind, True, 1.0) for dtype in ("float32", "bflo
 # rivals run
 REAL_KINDS = ("kl", "reverse_kl", "jensen_shannon", "total_variation", "hellinger")
 REAL_GPU, REAL_CPU = (16384, "bfloat16"), (512, "float32")
+REAL_FLOAT32 = (8192, "float32")
+WRITTEN_KINDS = ("kl", "reverse_kl", "jeffreys", "chi2", "alpha", "renyi")
 MADE_GPU, MADE_CPU = (8192, 128256, "bfloat16"), None
 MADE_STUDENTS = ("bits3", "pruned", "bits5", "noise5", "noise1", "identical")
 REAL_RIVALS = ("pruned", "bits5")

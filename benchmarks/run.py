@@ -4,8 +4,9 @@
     python benchmarks/run.py --out benchmarks/results/h200 --only logits --backend torch --tag _torch
     python benchmarks/run.py --out benchmarks/results/h200 --only real [--kinds kl] [--students bits5] [--rivals]
     python benchmarks/run.py --out benchmarks/results/h200 --only real --dtype float32 --tag _float32
+    python benchmarks/run.py --out benchmarks/results/h100 --only written
 
-The last two run on rows of a language model, which `make real` writes, and needs safetensors.
+The last three run on rows of a language model, which `make real` writes, and needs safetensors.
 
 On a CPU the allocator decides much of the time: run it as it is, and once more with memory retained
 (MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=68719476736 in the environment).
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -243,10 +245,43 @@ def real(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
             yield report
 
 
+def written(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
+    """Losses of rows, written one by one: the worst of those above 1e-3, and what they cost beside their mean."""
+    vocab, known = model_rows.vocabulary(arguments.rows), model_rows.students(arguments.rows)
+    students = [name for name in arguments.students or known if name != "identical"]
+    listed = [(arguments.rows, name, *cases.REAL_GPU) for name in students]
+    listed += [("made", name, cases.MADE_GPU[0], cases.MADE_GPU[2]) for name in cases.MADE_STUDENTS if name in students]
+    listed += [(arguments.rows, name, *cases.REAL_FLOAT32) for name in students]
+    report = {"provenance": bench.provenance(device), "case": "rows with a loss above 1e-3", "results": []}
+    shapes = {(cases.MADE_GPU[1] if source == "made" else vocab, dtype) for source, _, _, dtype in listed}
+    if device == "cuda":
+        compile_at_once([(kind, *shape, "forward") for kind in cases.WRITTEN_KINDS for shape in shapes])
+    clock = bench.Clock(device, 20)
+    for source, name, rows, dtype in listed:
+        if source == "made":
+            x, y = model_rows.made(name, rows, cases.MADE_GPU[1], bench.DTYPES[dtype], device)
+        else:
+            x, y = model_rows.load(source, name, rows, bench.DTYPES[dtype], device)
+        for kind in cases.WRITTEN_KINDS:
+            truth = reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults)
+            each, mean = (functools.partial(kullback.divergence, x, y, kind, reduction=r) for r in ("none", "mean"))
+            error = ((each().double() - truth).abs() / truth)[truth > 1e-3]
+            seconds = clock.in_turn(each, mean)
+            report["results"].append({
+                "case": {"source": source, "student": name, "kind": kind, "dtype": dtype, "rows": rows},
+                "worst_row_error": error.max().item(),
+                "mean_error": abs(mean().item() / truth.mean().item() - 1),
+                "none_seconds": seconds[0],
+                "mean_seconds": seconds[1],
+            })  # fmt: skip
+            print(report["results"][-1], flush=True)
+        yield report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--only", choices=["host", "cases", "logits", "real"], help="one part")
+    parser.add_argument("--only", choices=["host", "cases", "logits", "real", "written"], help="one part")
     parser.add_argument("--kinds", nargs="+", choices=DIVERGENCES, default=cases.REAL_KINDS, help="with --only real")
     parser.add_argument("--students", nargs="+", help="with --only real; by default all")
     parser.add_argument(
@@ -270,6 +305,10 @@ def main() -> None:
                 save("real", report)
                 tell(report["results"][-1])
             console.print(table(report["results"]))
+            return
+        if arguments.only == "written":
+            for report in written(arguments, device):
+                save("written_rows", report)
             return
         if arguments.only not in ("cases", "logits"):
             first = {name: first_use(call) for name, call in FIRST_CALLS.items()}

@@ -591,9 +591,16 @@ def worst_rows(*files):
     return "\n".join(lines)
 
 
-def bfloat16_rows():
-    first, others, written = (load(name)["results"] for name in ("h200/real", "h200/real_others", "h100/written_rows"))
-    return worst_rows(first + others, written)
+def worst_in_16_bits():
+    return worst_rows(load("h200/real")["results"] + load("h200/real_others")["results"], written_in("bfloat16"))
+
+
+def worst_in_float32():
+    return worst_rows(load("h200/real_float32")["results"], written_in("float32"))
+
+
+def written_in(dtype):
+    return [result for result in load("h100/written_rows")["results"] if result["case"]["dtype"] == dtype]
 
 
 RULE = re.compile(r"^    \| kind .*\|$(?:\n    \|.*\|$)+", re.M)
@@ -645,8 +652,8 @@ ROOMS = (section("arrows", arrows), section("rooms", rooms), section("levels", l
 NUMERICS = (
     section("near", near),
     section("near, H200", near_on_a_gpu),
-    section("worst rows", bfloat16_rows),
-    section("worst rows, float32", lambda: worst_rows(load("h200/real_float32")["results"])),
+    section("worst rows", worst_in_16_bits),
+    section("worst rows, float32", worst_in_float32),
     REGIMES,
 )
 

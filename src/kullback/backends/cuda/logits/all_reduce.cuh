@@ -16,19 +16,19 @@ struct Max {
 };
 
 /* Every thread gives values, and gets each reduced over the row's threads, in the same order. Lanes share the work: of the
-   values each keeps one, after as many halvings. WIDE: what is reduced in; partials are floats. A slot of the exchange buffer is
-   [cluster · WARPS, 4] of them in each block.
+   values each keeps one, after as many halvings. Warps send floats: a slot of the exchange buffer is [cluster · WARPS, 4] of them in
+   each block.
 
    Two slots are enough: a warp writes to one again only after an all-reduce in the other, whose partials the others sent
    when they had read the first. */
-template <typename WIDE, int COUNT, typename F>
-INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, float (&values)[COUNT], F reduce)
+template <typename T, int COUNT, typename F>
+INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, T (&values)[COUNT], F reduce)
 {
     enum { KEPT = COUNT > 2 ? 4 : 2, EACH = LOGICAL_WARP / KEPT }; /* lanes of a value */
     static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= 32);
     const unsigned thread = (unsigned)opaque(group.thread), lane = thread % LOGICAL_WARP;
     const unsigned rank = cta_rank(); /* early: it takes long to answer */
-    WIDE parts[KEPT];
+    T parts[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
         parts[k] = values[min(k, COUNT - 1)];
@@ -41,7 +41,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
         if (count == 0)
             parts[0] = reduce(parts[0], shfl_xor(parts[0], step));
     }
-    WIDE mine = parts[0];
+    T mine = parts[0];
 #if THREADS_PER_ROW > 32
     const unsigned cluster = group.cluster, warp = thread / 32, count = cluster * WARPS;
     const unsigned exchanges = (unsigned)opaque((int)group.exchanges);
@@ -75,7 +75,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
         const unsigned block = first + again % EACH;
         if (block < cluster) { /* a lane reads what that sent, and adds pairs: one large partial is not to swallow small ones */
             const float *sent = (const float *)(partials + block * WARPS) + again / EACH;
-            WIDE reduced[WARPS];
+            T reduced[WARPS];
 #pragma unroll
             for (int w = 0; w < WARPS; w++)
                 reduced[w] = sent[4 * w];
@@ -125,15 +125,15 @@ struct TermSums {
 
 INLINE Sums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, Sums sums)
 {
-    float values[] = { sums.term, sums.d_log_p, sums.d_log_q, sums.q_minus_p };
-    row_all_reduce<double>(a, pipeline, group, values, Add());
-    return { values[0], values[1], values[2], values[3] };
+    double values[] = { sums.term, sums.d_log_p, sums.d_log_q, sums.q_minus_p };
+    row_all_reduce(a, pipeline, group, values, Add());
+    return { (float)values[0], (float)values[1], (float)values[2], (float)values[3] };
 }
 
 INLINE SlopeSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums sums)
 {
     float values[] = { sums.p, sums.q };
-    row_all_reduce<float>(a, pipeline, group, values, Add());
+    row_all_reduce(a, pipeline, group, values, Add());
     return { values[0], values[1] };
 }
 
@@ -147,22 +147,22 @@ INLINE bool at_most_one_in(int many, const Arguments &a, const Pipeline &pipelin
 INLINE void all_reduce(const Arguments &a, const Pipeline &pipeline, RowGroup &group, SlopeSums &sums, TermSums &terms)
 {
     float values[] = { sums.p, sums.q, terms.light, terms.heavy };
-    row_all_reduce<float>(a, pipeline, group, values, Add());
+    row_all_reduce(a, pipeline, group, values, Add());
     sums = { values[0], values[1] };
     terms = { values[2], values[3] };
 }
 
 INLINE TermSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, TermSums sums)
 {
-    float values[] = { sums.light, sums.heavy };
-    row_all_reduce<float>(a, pipeline, group, values, Add());
-    return { values[0], values[1] };
+    double values[] = { sums.light, sums.heavy };
+    row_all_reduce(a, pipeline, group, values, Add());
+    return { (float)values[0], (float)values[1] };
 }
 
 INLINE RowMax all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowMax row_max)
 {
     float values[] = { row_max.x, row_max.y };
-    row_all_reduce<float>(a, pipeline, group, values, Max());
+    row_all_reduce(a, pipeline, group, values, Max());
     return { values[0], values[1] };
 }
 

@@ -126,6 +126,10 @@
    alternate with others. */
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
+/* Whether Σ exp and moments are summed with what each addition rounds: a row's sum is what is left where they cancel. Of short rows a
+   thread adds little. */
+#define COMPENSATES (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32)
+
 /* A sum above this was no number */
 #define MAX_SUM 1e15f
 /* In nats: how far above a sample's maximum the row's is taken to be */

@@ -213,7 +213,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     }
     if (HAS_CORNER) {
         float values[] = { by_slope.q, size, excess };
-        row_all_reduce<float>(a, pipeline, group, values, Add());
+        row_all_reduce(a, pipeline, group, values, Add());
         by_slope.q = values[0];
         size = values[1];
         excess = values[2];

@@ -117,8 +117,7 @@ INLINE real short_logit_ratio(real y, real, real y_scale, real x, real, real, re
     return fmaf(y - x, y_scale, -high);
 }
 
-/* (e^-d - 1 + d) / d up to NEAR_ELEMENT_RADIUS, of minimax polynomials. Where gradients are coarse, what is off grows with d² from
-   5e-7 of it to 4e-6; else it is at most 1e-7. */
+/* (e^-d - 1 + d) / d up to NEAR_ELEMENT_RADIUS, of minimax polynomials that are at most 1.5e-7 of it off */
 INLINE real near_small_exp_slope(real d)
 {
     if (!IS_COARSE) {
@@ -134,12 +133,13 @@ INLINE real near_small_exp_slope(real d)
         sum = sum * d + 0.5f;
         return d * sum;
     }
-    real sum = -1.9905777e-4f;
-    sum = sum * d + 1.4196821e-3f;
-    sum = sum * d - 8.3351964e-3f;
-    sum = sum * d + 4.1658856e-2f;
-    sum = sum * d - 0.16666631f;
-    sum = sum * d + 0.50000018f;
+    real sum = 2.49371460e-05f;
+    sum = sum * d - 0.000203013842f;
+    sum = sum * d + 0.00138913444f;
+    sum = sum * d - 0.00833122339f;
+    sum = sum * d + 0.0416665375f;
+    sum = sum * d - 0.166666895f;
+    sum = sum * d + 0.5f;
     return d * sum;
 }
 

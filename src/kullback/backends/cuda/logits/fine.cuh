@@ -199,16 +199,16 @@ INLINE Sums row_sums_of(const FineElements &elements, const Slice &slice, Pipeli
             add_any(to_real(slice.x()[i]), to_real(slice.y()[i]), mass, derivative);
         });
     }
-    float values[] = { sums.term, sums.of_q, sums.q_minus_p, sums.checked };
-    row_all_reduce<double>(a, pipeline, group, values, Add());
-    const float term = values[0], of_q = values[1];
-    Sums whole = { term, 0.5f * (term - of_q), 0.5f * (term + of_q), values[2] }; /* d_log_p + d_log_q is the term: Euler's */
+    double values[] = { sums.term, sums.of_q, sums.q_minus_p, sums.checked };
+    row_all_reduce(a, pipeline, group, values, Add());
+    const float term = (float)values[0], of_q = (float)values[1];
+    Sums whole = { term, 0.5f * (term - of_q), 0.5f * (term + of_q), (float)values[2] }; /* d_log_p + d_log_q is the term: Euler's */
     if (IS_OF_Q) {
         whole.d_log_q = of_q;
         whole.d_log_p = term - of_q;
     }
     if (HAS_CORNER) {
-        whole.ties = values[3];
+        whole.ties = (float)values[3];
         return whole;
     }
     whole.squares = values[3];

@@ -63,7 +63,7 @@ INLINE FewBeyond reach_of(const Slice &slice, const Pipeline &pipeline, RowGroup
 #if HAS_PEERS
     counts[2] = is_first_thread(group) ? sampled : 0;
 #endif
-    row_all_reduce<float>(a, pipeline, group, counts, Add());
+    row_all_reduce(a, pipeline, group, counts, Add());
 #if HAS_PEERS
     sampled = counts[2]; /* all ranks decide alike */
 #endif
@@ -149,7 +149,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const float mean = in_range_ratio_or_zero(sums.slope, mass_sum(again.x_max, again.x_sum_exp, a.input_inv_temperature));
     const float excess = HAS_CORNER ? fmaf(2 * log_ratio.rest / scale.factor, sums.signed_near, sums.excess) : 0;
     float values[] = { mean, fmaf(log_ratio.rest, sums.near, sums.far), excess };
-    row_all_reduce<float>(a, pipeline, group, values, Add());
+    row_all_reduce(a, pipeline, group, values, Add());
     Sums whole;
     whole.d_log_q = values[1] == 0 ? 0 : fmaf(scale.factor, values[0], scale.offset);
     whole.q_minus_p = values[2];

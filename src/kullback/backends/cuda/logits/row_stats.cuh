@@ -19,11 +19,20 @@ namespace kullback {
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 
+/* sum += part, and what that rounds (Knuth, TAOCP 2, 4.2.2) */
+INLINE void add_exactly(float &sum, float &rest, float part)
+{
+    const float whole = sum + part, added = whole - sum;
+    rest += (sum - (whole - added)) + (part - added);
+    sum = whole;
+}
+
 /* What a row holds, each side's masses measured against a maximum: 2^(x·scale - max·scale), where a scale is
    base_2(inv_temperature) and the second product is rounded. */
 struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and what foresees slopes; to base 2 */
+    float rests[2 + MOMENTS] = {}; /* of this thread's sums (COMPENSATES) */
 #if WANT_FIGURES
     float exponents = 0;   /* Σ of the input's masses times their exponents: this thread's part */
 #endif
@@ -84,8 +93,8 @@ struct RowStats {
             add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * (GUARDED ? finite_ratio(x_exponent) : x_exponent))));
 #endif
         }
-        x_sum_exp += x_part;
-        y_sum_exp += y_part;
+        add_part(x_sum_exp, 0, x_part);
+        add_part(y_sum_exp, 1, y_part);
 #if WANT_FIGURES
         exponents += exponents_part;
 #endif
@@ -94,7 +103,16 @@ struct RowStats {
 #endif
 #pragma unroll
         for (int m = 0; m < MOMENTS; m++)
-            moments[m] += parts[m];
+            add_part(moments[m], 2 + m, parts[m]);
+    }
+
+private:
+    INLINE void add_part(float &sum, int place, float part)
+    {
+        if (COMPENSATES)
+            add_exactly(sum, rests[place], part);
+        else
+            sum += part;
     }
 };
 
@@ -107,28 +125,36 @@ enum {
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
     enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED };
-    float values[SAMPLED + (SPREAD_SHARED && HAS_PEERS) + OVERLAP_SHARED] = { stats.x_sum_exp, stats.y_sum_exp };
+#if COMPENSATES
+    typedef double Wide;
+#else
+    typedef float Wide;
+#endif
+    Wide values[SAMPLED + (SPREAD_SHARED && HAS_PEERS) + OVERLAP_SHARED];
+    const auto whole = [&](float sum, int place) { return (Wide)sum + (Wide)stats.rests[place]; };
+    values[0] = whole(stats.x_sum_exp, 0);
+    values[1] = whole(stats.y_sum_exp, 1);
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
-        values[2 + m] = stats.moments[m];
+        values[2 + m] = whole(stats.moments[m], 2 + m);
     if (SPREAD_SHARED)
         values[SPREAD] = stats.spread;
     if (SPREAD_SHARED && HAS_PEERS)
         values[SAMPLED] = stats.sampled;
     if (OVERLAP_SHARED)
         values[OVERLAP] = stats.x_sum_exp * stats.y_sum_exp;
-    row_all_reduce<float>(a, pipeline, group, values, Add());
+    row_all_reduce(a, pipeline, group, values, Add());
     if (SPREAD_SHARED)
-        stats.spread = values[SPREAD];
+        stats.spread = (float)values[SPREAD];
     if (SPREAD_SHARED && HAS_PEERS)
-        stats.sampled = values[SAMPLED];
+        stats.sampled = (float)values[SAMPLED];
     if (OVERLAP_SHARED)
-        stats.overlap = values[OVERLAP];
-    stats.x_sum_exp = values[0];
-    stats.y_sum_exp = values[1];
+        stats.overlap = (float)values[OVERLAP];
+    stats.x_sum_exp = (float)values[0];
+    stats.y_sum_exp = (float)values[1];
 #pragma unroll
     for (int m = 0; m < MOMENTS; m++)
-        stats.moments[m] = values[2 + m];
+        stats.moments[m] = (float)values[2 + m];
     return stats;
 }
 
@@ -206,10 +232,6 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         if (HAS_PEERS && is_first_thread(group))
             stats.sampled = (float)sampled_pairs(slice, group);
     }
-    stats = all_reduced(a, pipeline, group, stats);
-#if HAS_SMOOTHING
-    stats.exponent_sum = all_reduced(a, pipeline, group, SlopeSums { stats.exponent_sum }).p;
-#endif
 #if WANT_FIGURES
     if (!warp_all(stats.exponents == stats.exponents)) { /* of logits that are -inf */
         double exponents = 0;
@@ -227,6 +249,10 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         stats.exponents = (float)exponents;
     }
     keep_exponents(a, slice.row, group, stats.exponents);
+#endif
+    stats = all_reduced(a, pipeline, group, stats);
+#if HAS_SMOOTHING
+    stats.exponent_sum = all_reduced(a, pipeline, group, SlopeSums { stats.exponent_sum }).p;
 #endif
     return stats;
 }
