@@ -474,3 +474,16 @@ def test_each_far_row_s_loss_is_exact(backend):
     x, y = model_rows.made("pruned", 400, 16384, torch.bfloat16, "cpu")
     losses, truth = kullback.divergence(x, y, reduction="none"), oracle.divergence(x.double(), y.double(), "kl")
     assert ((losses - truth).abs() / truth)[truth > 1e-3].max() < 1.5e-6
+
+
+@pytest.mark.parametrize("vocab", [13344, 13341])  # whose first tokens are in vectors, or not
+@pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
+def test_heavy_tokens_of_a_near_row_are_exact(backend, generator, kind, vocab):
+    """Of rows that are not close, of which one token of some mass has most of the sum."""
+    y = torch.randn(200, vocab, generator=generator)
+    y[:, 0], y[:, 1] = 17, 13 + torch.rand(200, generator=generator)
+    x = y + 0.5 * torch.randn(200, vocab, generator=generator)
+    x[:, 0], x[:, 1] = y[:, 0], y[:, 1] + 0.5 + 0.45 * torch.rand(200, generator=generator)
+    x, y = x.bfloat16(), y.bfloat16()
+    losses, truth = kullback.divergence(x, y, kind, reduction="none"), oracle.divergence(x.double(), y.double(), kind)
+    assert ((losses - truth).abs() / truth).max() < 1.2e-6

@@ -57,7 +57,8 @@ typedef struct {
 #define MIN_NEAR_SUM (SLOPES_ARE_LOGS ? 2e-4 : MIN_FAST_SUM)
 #define LEAST_SUM_OF_NEAR 1.001 /* Σ exp against the maximum */
 /* What is left of moments is off by a few roundings of 1: where polynomials serve, less than this is summed again. */
-#define LEAST_SUM_OF_MOMENTS 0.2
+#define LEAST_SUM_OF_MOMENTS 0.1
+#define LEAST_EXACT_SUM 1.0 /* of moments: less shows how spans were added */
 #define HEAVY_LOG_MASS -6.9314718f
 enum { HEAVY_SPAN = 64 };
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
@@ -74,37 +75,91 @@ INLINE int is_well_conditioned(Sums sums, double min)
 /* Both sides' masses against their maxima, and the moments, with logarithms to base 2 */
 typedef struct { double x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff; } Statistics;
 
-NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcaps softcaps, Row row, real exponent)
+/* Of elements from `start` on, added in so wide a type */
+#define STATISTICS_OF_SPAN(NAME, WIDE)                                                                                    \
+    INLINE Statistics NAME(const X *x, const Y *y, int64_t start, int64_t end, Softcaps softcaps, Row row, real exponent)  \
+    {                                                                                                                     \
+        const real x_max = row.input_max, y_max = row.target_max;                                                         \
+        const real x_scale = base_2(row.input_inv_temperature), y_scale = base_2(row.target_inv_temperature);             \
+        WIDE x_sum_exp = 0, y_sum_exp = 0, p_log_ratio = 0, q_log_ratio = 0, chernoff = 0;                                \
+        (void)softcaps, (void)exponent;                                                                                   \
+        _Pragma("omp simd reduction(+: x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff)")                        \
+        for (int64_t i = start; i < end; i++) {                                                                           \
+            const real x_exponent = (COUNTED_X(LOAD_X(x[i])) - x_max) * x_scale;                                          \
+            const real y_exponent = (COUNTED_Y(LOAD_Y(y[i])) - y_max) * y_scale;                                          \
+            const real q = ex2(x_exponent), p = ex2(y_exponent), ratio = y_exponent - x_exponent;                         \
+            x_sum_exp += q;                                                                                               \
+            y_sum_exp += p;                                                                                               \
+            if (HAS_P_LOG_RATIO)                                                                                          \
+                p_log_ratio += p * finite_ratio(ratio);                                                                   \
+            if (HAS_Q_LOG_RATIO)                                                                                          \
+                q_log_ratio += q * (ratio == ratio ? ratio : 0); /* a mass over none makes it infinite, and the row safe */ \
+            if (HAS_CHERNOFF)                                                                                             \
+                chernoff += ex2_of_mean(y_exponent, x_exponent, exponent);                                                \
+        }                                                                                                                 \
+        return (Statistics){ x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff };                                  \
+    }
+STATISTICS_OF_SPAN(span_statistics, real)
+STATISTICS_OF_SPAN(exact_span_statistics, double)
+
+static void add(Statistics *sum, Statistics part, double sign)
+{
+    sum->x_sum_exp += sign * part.x_sum_exp;
+    sum->y_sum_exp += sign * part.y_sum_exp;
+    sum->p_log_ratio += sign * part.p_log_ratio;
+    sum->q_log_ratio += sign * part.q_log_ratio;
+    sum->chernoff += sign * part.chernoff;
+}
+
+/* Whether a part has more than an eighth of a side whose largest token has that, too: against it Σ exp is less than 8. */
+INLINE int is_large(Statistics part, Statistics whole)
+{
+    return whole.x_sum_exp < fmin(8, 8 * part.x_sum_exp) || whole.y_sum_exp < fmin(8, 8 * part.y_sum_exp);
+}
+
+/* Spans that were large when they were found, as long as there is room */
+enum { MOST_LARGE = 16 };
+typedef struct { struct { int64_t start; Statistics found; } span[MOST_LARGE]; int count; } LargeSpans;
+
+NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcaps softcaps, Row row, real exponent, LargeSpans *large)
 {
     Statistics result = { 0, 0, 0, 0, 0 };
-    const real x_max = row.input_max, y_max = row.target_max;
-    const real x_scale = base_2(row.input_inv_temperature), y_scale = base_2(row.target_inv_temperature);
-    (void)softcaps, (void)exponent;
+    large->count = 0;
     for (int64_t start = 0; start < n; start += SPAN) {
-        const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real x_sum_exp = 0, y_sum_exp = 0, p_log_ratio = 0, q_log_ratio = 0, chernoff = 0;
-#pragma omp simd reduction(+: x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff)
-        for (int64_t i = start; i < end; i++) {
-            const real x_exponent = (COUNTED_X(LOAD_X(x[i])) - x_max) * x_scale;
-            const real y_exponent = (COUNTED_Y(LOAD_Y(y[i])) - y_max) * y_scale;
-            const real q = ex2(x_exponent), p = ex2(y_exponent), ratio = y_exponent - x_exponent;
-            x_sum_exp += q;
-            y_sum_exp += p;
-            if (HAS_P_LOG_RATIO)
-                p_log_ratio += p * finite_ratio(ratio);
-            if (HAS_Q_LOG_RATIO)
-                q_log_ratio += q * (ratio == ratio ? ratio : 0); /* a mass over none makes it infinite, and the row safe */
-            if (HAS_CHERNOFF)
-                chernoff += ex2_of_mean(y_exponent, x_exponent, exponent);
+        const Statistics part = span_statistics(x, y, start, start + SPAN < n ? start + SPAN : n, softcaps, row, exponent);
+        add(&result, part, 1);
+        if (HAS_MOMENTS && large->count < MOST_LARGE && is_large(part, result)) {
+            large->span[large->count].start = start;
+            large->span[large->count++].found = part;
         }
-        result.x_sum_exp += x_sum_exp;
-        result.y_sum_exp += y_sum_exp;
-        result.p_log_ratio += p_log_ratio;
-        result.q_log_ratio += q_log_ratio;
-        result.chernoff += chernoff;
     }
     return result;
 }
+
+#if HAS_MOMENTS
+/* The same, with large spans added in double: a token of much mass leaves float little room for what is added to it. */
+NOINLINE static Statistics refined(Statistics result, const LargeSpans *large, const X *x, const Y *y, int64_t n, Softcaps softcaps,
+                                   Row row, real exponent)
+{
+    const Statistics whole = result;
+    for (int k = 0; k < large->count; k++) {
+        const int64_t start = large->span[k].start, end = start + SPAN < n ? start + SPAN : n;
+        if (is_large(large->span[k].found, whole)) {
+            add(&result, large->span[k].found, -1);
+            add(&result, exact_span_statistics(x, y, start, end, softcaps, row, exponent), 1);
+        }
+    }
+    return result;
+}
+
+static Element of_moments(Statistics s, double exponent, Parameters parameters, double *chernoff)
+{
+    const double shift = log2(s.x_sum_exp / s.y_sum_exp);
+    *chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
+    return from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * 0.6931471805599453),
+                        (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453), (real)*chernoff, parameters);
+}
+#endif
 #endif
 
 #if HAS_LOGITS
@@ -208,18 +263,23 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #else
     const double exponent = 0;
 #endif
-    const Statistics s = statistics(x, y, n, softcaps, *row, (real)exponent);
+    LargeSpans large;
+    Statistics s = statistics(x, y, n, softcaps, *row, (real)exponent, &large);
     if (!(s.x_sum_exp > 0 && s.x_sum_exp < MAX_SUM && s.y_sum_exp > 0 && s.y_sum_exp < MAX_SUM))
         return 0;
+#if HAS_MOMENTS
+    double chernoff;
+    Element whole = of_moments(s, exponent, parameters, &chernoff);
+    if (fabs(whole.term) < LEAST_EXACT_SUM) {
+        s = refined(s, &large, x, y, n, softcaps, *row, (real)exponent);
+        whole = of_moments(s, exponent, parameters, &chernoff);
+    }
+#endif
     found->input.sum_exp = s.x_sum_exp;
     found->target.sum_exp = s.y_sum_exp;
     found->log_z_diff = log_z_diff(found->input, found->target);
     set_row(row, found, a);
 #if HAS_MOMENTS
-    const double shift = log2(s.x_sum_exp / s.y_sum_exp), chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
-    const Element whole = from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * 0.6931471805599453),
-                                       (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453), (real)chernoff,
-                                       parameters);
     found->sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
 #if HAS_TILTED_LSE
     *is_near = fabs(log(chernoff)) < FAR_TILTED_LSE;

@@ -210,6 +210,19 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
         });
 }
 #elif SUMS_FROM_MOMENTS
+/* A heavy token's, whose element by the stable formula is given: up to NEAR_ELEMENT_RADIUS by its ratio and one mass, since two
+   exponents are rounded apart. */
+INLINE float heavy_term(const Arguments &a, float q, float p, const Row &fast, const Element &stable)
+{
+#if HAS_NEAR_ELEMENT
+    if (is_near(fast, q, p)) {
+        const Element e = near_element(q, p, fast, a.parameters);
+        return IS_16_BIT ? e.term + fast.log_z_diff_low * e.d_log_q : e.term; /* whose ratio lacks it */
+    }
+#endif
+    return stable.term;
+}
+
 /* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
@@ -261,8 +274,9 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
             vectors.write(input, target, before);
         return is_light;
     }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int) {
-        const Element e = element<STABLE>(a, input_of(a, x), target_of(a, y), heavy_row);
-        found.heavy += e.term;
+        const float q = input_of(a, x), p = target_of(a, y);
+        const Element e = element<STABLE>(a, q, p, heavy_row);
+        found.heavy += heavy_term(a, q, p, row, e);
         found.see(e, grad_out); /* for of each exponent what is rounded is its own: no share of a mass */
     }, [&](int first) {
         if (RESIDENT || !WRITES)
@@ -278,7 +292,9 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
     }, [&](int i, const Row &heavy_row) {
         DX input;
         DY target;
-        found.heavy += differentiate<STABLE>(a, to_real(slice.x()[i]), to_real(slice.y()[i]), heavy_row, grad_out, input, target).term;
+        const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
+        const Element e = differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+        found.heavy += heavy_term(a, input_of(a, x), target_of(a, y), row, e);
         if (WRITES)
             write_element(slice, input, target, i);
     }, [&] { return heavy_row(a, stats, row); });
