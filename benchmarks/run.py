@@ -204,11 +204,17 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
     return results
 
 
+def compile_kernels(kind: str, vocab: int, dtype: str, task: str) -> None:
+    """Those of a task on a GPU's rows of logits, so that another process finds them in the cache."""
+    x, y = bench.make_inputs(8, vocab, bench.DTYPES[dtype], "logits", "cuda")
+    bench.call_of(functools.partial(kullback.divergence, kind=kind), x, y, task)()
+
+
 def compile_at_once(wanted: list[tuple[str, int, str, str]]) -> None:
     """Kernels of these kinds, vocabularies, dtypes and tasks, by all processors: one after the other takes minutes."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(len(wanted), os.cpu_count() or 1), spawn) as pool:
-        for compiled in [pool.submit(bench.compile_kernels, *each, "cuda") for each in wanted]:
+        for compiled in [pool.submit(compile_kernels, *each) for each in wanted]:
             compiled.result()
 
 

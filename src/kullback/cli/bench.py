@@ -295,12 +295,6 @@ def call_of(loss: Callable[..., Tensor], x: Tensor, y: Tensor, task: str) -> Cal
     return run
 
 
-def compile_kernels(kind: str, vocab: int, dtype: str, task: str, device: str) -> None:
-    """Those of a task on rows of logits, so that another process finds them in the cache."""
-    x, y = make_inputs(8, vocab, DTYPES[dtype], "logits", device)
-    call_of(functools.partial(kullback.divergence, kind=kind), x, y, task)()
-
-
 def _measure(
     loss: Callable[..., Tensor], x: Tensor, y: Tensor, task: str, truth: Tensor, clock: Clock
 ) -> dict[str, Any]:
