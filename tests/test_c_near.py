@@ -147,13 +147,17 @@ def test_16_bit_logits_that_lie_apart_by_an_offset(backend, generator, dtype, of
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["kl", "reverse_kl"])
-def test_far_rows_of_a_sure_token_are_exact(backend, generator, kind, dtype):
-    """Little room is left beside it in a float's sum of masses, and kl is what is left of two such sums."""
-    y = torch.randn(300, 13341, generator=generator)
+@pytest.mark.parametrize("rises", [False, True])
+def test_far_rows_of_a_sure_token_are_exact(backend, generator, kind, dtype, rises):
+    """Little room is left beside it in a float's sum of masses, and kl is what is left of two such sums.
+
+    Where logits rise, and that token is the last, many spans have much of what was found till then.
+    """
+    y = torch.randn(300, 13341, generator=generator) - rises * (torch.arange(13341) // 256 * 0.25)
     y[:, 0], y[:, 1] = 17, 13 + torch.rand(300, generator=generator)
     x = y + 0.5 * torch.randn(300, 13341, generator=generator)
     x[:, 0], x[:, 1] = y[:, 0], y[:, 1] + 1 + 3 * torch.rand(300, generator=generator)
-    x, y = x.to(dtype), y.to(dtype)
+    x, y = ((each.flip(-1) if rises else each).to(dtype) for each in (x, y))
     losses = kullback.divergence(x, y, kind, reduction="none")
     truth = oracle.divergence(x.double(), y.double(), kind)
     assert ((losses - truth).abs() / truth).max() < 1.5e-6

@@ -11,8 +11,8 @@
    HAS_NEAR                           whether polynomials serve rows that are near (near_rows.h)
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
-   Sums are taken in `real` over SPAN elements and in double from there, in an order that depends on
-   the shape alone: neither the number of threads nor the rows beside a row can change its result. */
+   Sums are taken in `real` over SPAN elements and in double from there (or in double at once: `refined`), in an order that depends
+   on the row alone: neither the number of threads nor the rows beside a row can change its result. */
 
 #include <stdlib.h>
 
@@ -117,9 +117,18 @@ INLINE int is_large(Statistics part, Statistics whole)
     return whole.x_sum_exp < fmin(8, 8 * part.x_sum_exp) || whole.y_sum_exp < fmin(8, 8 * part.y_sum_exp);
 }
 
-/* Spans that were large when they were found, as long as there is room */
+/* Spans that were large when they were found. Of a whole fewer are large than there is room for: of either side seven. */
 enum { MOST_LARGE = 16 };
 typedef struct { struct { int64_t start; Statistics found; } span[MOST_LARGE]; int count; } LargeSpans;
+
+static void keep_large(LargeSpans *large, Statistics whole)
+{
+    int kept = 0;
+    for (int k = 0; k < large->count; k++)
+        if (is_large(large->span[k].found, whole))
+            large->span[kept++] = large->span[k];
+    large->count = kept;
+}
 
 NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcaps softcaps, Row row, real exponent, LargeSpans *large)
 {
@@ -128,7 +137,9 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
     for (int64_t start = 0; start < n; start += SPAN) {
         const Statistics part = span_statistics(x, y, start, start + SPAN < n ? start + SPAN : n, softcaps, row, exponent);
         add(&result, part, 1);
-        if (HAS_MOMENTS && large->count < MOST_LARGE && is_large(part, result)) {
+        if (HAS_MOMENTS && is_large(part, result)) {
+            if (large->count == MOST_LARGE)
+                keep_large(large, result);
             large->span[large->count].start = start;
             large->span[large->count++].found = part;
         }
