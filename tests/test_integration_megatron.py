@@ -92,7 +92,11 @@ def check_ranks(ranks: Ranks):
             assert relative_error(gradient, ranks.slice(exact)) < bound, (dtype, ghost)
     student, values, ids = made()
     student[0, 0, ids[0, 0, 0]] = -torch.inf  # a token that the teacher has
-    part = topk_kl_div(ranks.slice(student), values, ids, ranks.world, ranks.rank, ranks.group, True)
+    whole, leaf = student.clone().requires_grad_(), ranks.slice(student).requires_grad_()
+    (expected,) = torch.autograd.grad(topk_kl_div(whole, values, ids, 1, 0, None, True).sum(), whole)
+    part = topk_kl_div(leaf, values, ids, ranks.world, ranks.rank, ranks.group, True)
+    (gradient,) = torch.autograd.grad(part.sum(), leaf)
+    torch.testing.assert_close(gradient, ranks.slice(expected), rtol=1e-5, atol=1e-7, equal_nan=True)
     assert part[0, 0] == torch.inf
     assert part.isfinite().sum() == part.numel() - 1
 

@@ -288,6 +288,8 @@ def test_what_would_be_ignored_is_refused():
         distil(torch.nn.Linear(2, 2), teacher)
     with pytest.raises(ValueError, match="did you mean"):
         distil(student, teacher, "jensen_shanon")
+    with pytest.raises(ValueError, match="a teacher's head makes logits; got target_form='probs'"):
+        distil(student, teacher, target_form="probs")
 
 
 def test_trainer(tmp_path):
@@ -363,6 +365,28 @@ def test_two_processes(wrapper, tmp_path):
     mp.spawn(check_rank, (tmp_path / "store", wrapper), WORLD)
 
 
+def check_teacher(rank, store):
+    """One whose decoder gathers itself serves; one that is gathered in its own forward does not."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    expected = textbook(student, teacher, given)
+    fully_shard(teacher.get_decoder())
+    with distil(student, teacher):
+        for _ in range(2):
+            assert relative_error(student.train()(**given).loss, expected) < 2e-5
+    whole = fully_shard(model("Llama", 1))
+    with pytest.raises(ValueError, match=r"the head is sharded by itself|teacher is sharded as a whole"):
+        distil(student, whole)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_sharded_teacher(tmp_path):
+    mp.spawn(check_teacher, (tmp_path / "store",), WORLD)
+
+
 def test_training_without_the_teacher_is_told():
     """Trainer takes labels away where it smooths them itself."""
     student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
@@ -413,6 +437,7 @@ def test_a_routers_loss_is_refused():
     student.config.output_router_logits = False
     with distil(student, teacher):
         check(student, teacher, batch())
+        student.train()(**batch(), output_router_logits=False).loss.backward()
 
 
 def test_images_are_refused():
@@ -427,6 +452,8 @@ def test_images_are_refused():
     teacher, given = model("Llama", 1), batch()
     with distil(student, teacher):
         check(student, teacher, given)
+        loss = student.train()(**given).loss
+        assert student(**given, token_type_ids=torch.zeros_like(given["input_ids"])).loss == loss
         with pytest.raises(ValueError, match="given pixel_values, of which its decoder, LlamaModel, knows nothing"):
             student.train()(**given, pixel_values=torch.zeros(3, 3, 8, 8))
 
@@ -479,6 +506,19 @@ def test_an_adapter_that_is_disabled_does_not_count(where):
         assert relative_error(loss, textbook(student.eval(), teacher, given)) < 2e-5
 
 
+def test_a_head_that_the_active_adapter_has_not_saved():
+    from peft import LoraConfig, get_peft_model
+
+    student = get_peft_model(
+        model("Llama", 0), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), adapter_name="one"
+    )
+    student.add_adapter("two", LoraConfig(r=4, target_modules=["q_proj"]))
+    student.set_adapter("two")
+    teacher, given = model("Llama", 1), batch()
+    with distil(student, teacher):
+        assert relative_error(student.train()(**given).loss, textbook(student.eval(), teacher, given)) < 2e-5
+
+
 def test_a_copy_has_its_own_weights():
     """As averages of weights are."""
     student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
@@ -496,6 +536,8 @@ def test_positional_arguments():
     with distil(student, teacher):
         torch.testing.assert_close(student.eval()(ids, mask).logits, wanted)
         loss = student.train()(ids, mask, labels=given["labels"]).loss
+        with pytest.raises(TypeError, match="each once; got 1 by place and input_ids, labels"):
+            student(ids, input_ids=ids, labels=given["labels"])
         assert relative_error(loss, textbook(student.eval(), teacher, given)) < 2e-5
 
 

@@ -6,7 +6,6 @@ Models here are a few lines; those of transformers run in `make test-integration
 import importlib.util
 import json
 import os
-import shutil
 import stat
 import types
 from pathlib import Path
@@ -171,10 +170,26 @@ def test_tokens_are_read_again(loaded, text, tmp_path):
 def test_other_weights_of_the_same_name_are_another_recording(loaded, text, tmp_path):
     """As a model that was quantised in its place, whose head is the same."""
     recorded(loaded, text, tmp_path / "run")
+    former = loaded.model.embedding.weight.clone()
+    changed = former.clone()
+    changed[0, 0] += 1e-6
+    for weights in (changed, former.flip(0)):
+        with torch.no_grad():
+            loaded.model.embedding.weight.copy_(weights)
+        with pytest.raises(runs.MismatchError, match="has another recording: model_sha256"):
+            recorded(loaded, text, tmp_path / "run")
     with torch.no_grad():
-        loaded.model.embedding.weight[0, 0] += 1e-6
-    with pytest.raises(runs.MismatchError, match="has another recording: model_sha256"):
-        recorded(loaded, text, tmp_path / "run")
+        loaded.model.embedding.weight.copy_(former)
+    about = json.loads((tmp_path / "run" / "run.json").read_text())
+    del about["model_sha256"]  # as before there was one
+    (tmp_path / "run" / "run.json").write_text(json.dumps(about))
+    assert recorded(loaded, text, tmp_path / "run") == 1
+
+
+def test_a_model_may_have_state_that_is_no_tensor(loaded):
+    loaded.model.get_extra_state = dict
+    loaded.model.register_buffer("scale", torch.ones(3, dtype=torch.complex64).conj())
+    assert len(record.fingerprint(loaded.model)) == 64
 
 
 def test_others_may_read_a_recording(loaded, text, tmp_path):
@@ -188,12 +203,14 @@ def test_others_may_read_a_recording(loaded, text, tmp_path):
 
 def test_parts_of_a_recording_are_no_logits(loaded, text, tmp_path):
     recorded(loaded, text, tmp_path / "run")
-    for name in ("rows-00001-of-00001.safetensors", "head.safetensors", "tokens.safetensors"):
-        with pytest.raises(runs.MismatchError, match="is a part of a recording: name its folder"):
+    with pytest.raises(runs.MismatchError, match="is a part of a recording: name its folder"):
+        runs.open_source(tmp_path / "run" / "rows-00001-of-00001.safetensors")
+    for name in ("head.safetensors", "tokens.safetensors"):
+        with pytest.raises(runs.MismatchError, match="is a model's head or a recording's tokens, and no logits"):
             runs.open_source(tmp_path / "run" / name)
-    shutil.copy(tmp_path / "run" / "head.safetensors", tmp_path)
-    with pytest.raises(runs.MismatchError, match="is a model's head, and no logits"):
-        runs.open_source(tmp_path / "head.safetensors")
+    held = {"logits": np.zeros((3, 2, 5), np.float32), "first_row": np.arange(3)}
+    save_file(held, tmp_path / "run" / "logits.safetensors")  # another program's, which lies there
+    assert runs.open_source(tmp_path / "run" / "logits.safetensors").rows == 6
 
 
 @pytest.mark.parametrize("name", ["./none", "none.gguf", "a/b/none", "/none"])

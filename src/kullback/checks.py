@@ -701,8 +701,8 @@ def check_options(kind: str, options: Mapping[str, Any], known: tuple[str, ...])
     check_sequence_dim(given.pop("sequence_dim", None), group)
     valid_width(given.pop("valid_vocab", None), None)
     form = given.pop("form", "logits")
-    if known is LINEAR_OPTIONS and given.get("target_form") is not None:  # entries of any form may be tempered
-        check_name("target_form", given.pop("target_form"), FORMS)
+    if known is LINEAR_OPTIONS and given.get("target_form") in ("probs", "log_probs"):  # entries may be tempered, too
+        problem(params, kind, form, target_temperature=given.pop("target_temperature", None))
     asked = {name: given.pop(name) for name in WEIGHT_OPTIONS if name in given}
     asked = {"divergence_weight": 1.0, "label_weight": 1.0, "z_weight": 0.0, **asked}
     if asked["divergence_weight"] == 0:

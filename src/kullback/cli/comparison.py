@@ -159,14 +159,15 @@ def plan(
     comparison.index = [rows[order] for rows in comparison.index]
     comparison.reports = [Report() for _ in comparison.sources[1:]]
     labels = comparison.layout.label[comparison.index[comparison.teller]]
+    told = labels
     for each, rows in zip(comparison.sources, comparison.index, strict=True):
         own = each.layout.label[rows]
-        differ = int(((own != labels) & (own != IGNORED) & (labels != IGNORED)).sum())
+        differ = int(((own != told) & (own != IGNORED) & (told != IGNORED)).sum())
         if differ:
-            teller = comparison.sources[comparison.teller]
             raise MismatchError(
-                f"{teller.path} and {each.path} are of different texts: {differ} of {len(labels)} labels differ"
+                f"{each.path} is of another text than the other files: {differ} of {len(labels)} labels differ"
             )
+        told = torch.where(told == IGNORED, own, told)
     if len(labels) and int(labels.max()) >= comparison.vocab:
         raise MismatchError(
             f"--valid-vocab {comparison.vocab}: the text has the token {int(labels.max())}, which is beyond it"

@@ -333,8 +333,9 @@ def _plain(value: Any) -> Any:
 
 
 def _ranks() -> tuple[int, int]:
-    """As torchrun says; without it there is one, whatever else a cluster sets."""
-    world = int(os.environ["WORLD_SIZE"]) if dist.is_available() and dist.is_torchelastic_launched() else 1
+    """As torchrun says, or whoever says all that it does; else there is one, whatever a cluster sets."""
+    said = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    world = int(os.environ["WORLD_SIZE"]) if all(os.environ.get(name) for name in said) else 1
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), world) if world > 1 else (0, 1)

@@ -45,7 +45,9 @@ class Loaded(NamedTuple):
 
 def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, device: torch.device) -> Loaded:
     """In evaluation mode. The path of a GGUF file is its folder and its name."""
-    is_path = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or name.endswith(".gguf")
+    is_path = (
+        name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (gguf_file is None and name.endswith(".gguf"))
+    )
     if is_path and not Path(name).exists():
         raise FileNotFoundError(f"there is no {name}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -184,7 +186,6 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
         "format": runs.FORMAT,
         "what": what,
         **loaded.about,
-        "model_sha256": fingerprint(loaded.model),
         "weights": runs.name_of(head.weight.dtype),
         "activations": runs.name_of(loaded.model.dtype),
         "dtype": runs.name_of(dtype),
@@ -212,16 +213,20 @@ def sha256_of(tensors: dict[str, Tensor]) -> str:
 
 
 def fingerprint(model: Model) -> str:
-    """Of all weights: names, shapes, and Σ and Σ of squares of their bits, which are the same on every device."""
-    digest = hashlib.sha256()
-    for name, weights in sorted(model.state_dict().items()):
-        bits = weights.detach().contiguous().reshape(-1)
+    """Of all weights: names, shapes, and sums of their bits, plain and by places: the same on every device."""
+    digest, states = hashlib.sha256(), model.state_dict()
+    for name in sorted(name for name, state in states.items() if isinstance(state, Tensor)):
+        weights = states[name].detach().resolve_conj()
+        bits = (weights.int_repr() if weights.is_quantized else weights).contiguous().reshape(-1)
         bits = bits.view(INTEGERS.get(bits.element_size(), torch.uint8))
-        sums = [(int(part.sum()), int(part.square().sum())) for part in (p.long() for p in bits.split(1 << 24))]
+        places = 2 * torch.arange(min(len(bits), PART), device=bits.device) + 1
+        parts = (part.long() for part in bits.split(PART))
+        sums = [(int(part.sum()), int((part * places[: len(part)]).sum())) for part in parts]
         digest.update(f"{name} {list(weights.shape)} {weights.dtype} {sums}".encode(errors="replace"))
     return digest.hexdigest()
 
 
+PART = 1 << 24
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -233,16 +238,11 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     weights = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
     weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
     about = header(loaded, text, what, dtype, sha256_of(weights))
-    if (folder / runs.HEADER).exists():
-        known = runs.header_of(folder)
-        other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
-        if other:
-            raise MismatchError(
-                f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
-                f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
-            )
+    _check_known(folder, about)
     _check_tokens(model, text.tokens)
     check_own(folder)
+    about["model_sha256"] = fingerprint(model)  # behind what takes no time
+    _check_known(folder, about)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"tokens": text.tokens, "document": text.document, "group": text.group}
     tensors = {name: column for name, column in columns.items() if column is not None}
@@ -277,6 +277,20 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
             replace(folder / shard, lambda path, kept=kept: save(kept, path))  # type: ignore[misc]
         first += rows
     return there
+
+
+def _check_known(folder: Path, about: dict[str, Any]) -> None:
+    """That a recording which has begun is the same. Earlier ones had no checksum of all weights."""
+    if not (folder / runs.HEADER).exists():
+        return
+    known = runs.header_of(folder)
+    known = {"model_sha256": about.get("model_sha256"), **known}
+    other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
+    if other:
+        raise MismatchError(
+            f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
+            f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
+        )
 
 
 def _check_tokens(model: Model, tokens: Tensor) -> None:

@@ -49,7 +49,10 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
     if not {"head", "head_scale", "teacher"} <= tensors.keys() or "about" not in about:
         raise ValueError(f"{path} holds no rows as `make real` writes them: it has {', '.join(tensors)[:80]}")
-    return tensors, json.loads(about["about"])
+    try:
+        return tensors, json.loads(about["about"])
+    except ValueError as error:
+        raise ValueError(f"{path} does not tell how its rows were made: {error}") from error
 
 
 def students(source: str) -> list[str]:

@@ -697,10 +697,10 @@ def _reader(path: Path) -> Source:
     if magic == MAGIC:
         return LlamaCpp(path)
     held = entries(path)
-    if (path.parent / HEADER).exists() or "first_row" in held:
+    if "first_row" in held and not held["first_row"].shape:
         raise MismatchError(f"{path} is a part of a recording: name its folder")
-    if path.name == HEAD:
-        raise MismatchError(f"{path} is a model's head, and no logits")
+    if path.name in (HEAD, TOKENS) and "logits" not in held:
+        raise MismatchError(f"{path} is a model's head or a recording's tokens, and no logits")
     return HiddenFiles(path, [path]) if "hidden_states" in held else LogitsFile(path, held)
 
 

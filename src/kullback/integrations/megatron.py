@@ -66,5 +66,5 @@ def topk_kl_div(
     )
     if tp_size > 1:
         share = loss.detach() / tp_size + (loss - loss.detach())  # of the value, and all of the gradient
-        loss = torch.where(loss.isinf(), loss / tp_size, share)
+        loss = torch.where(loss.isinf(), loss, share)
     return loss.transpose(0, 1).contiguous()

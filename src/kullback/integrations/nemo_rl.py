@@ -72,7 +72,7 @@ def distillation_loss(
         names = logits.device_mesh.mesh_dim_names or ()
         placement = logits.placements[names.index("tp")]
         ranks = dist.get_world_size(vocab_parallel_group)
-        if not placement.is_shard(logits.dim() - 1) or logits.size(-1) % ranks:
+        if ranks > 1 and (not placement.is_shard(logits.dim() - 1) or logits.size(-1) % ranks):
             raise ValueError(
                 f'logits must be sharded over "tp" by equal parts of their tokens; got {placement} of '
                 f"{logits.size(-1)} tokens and {ranks} ranks"

@@ -95,14 +95,17 @@ def distil(
     Raises:
         TypeError, ValueError: of `kullback.linear_divergence`, for options; for a head whose logits are not those of
             the model, since something stands between them; for one that DeepSpeed or FSDP keeps in pieces; for a
-            student whose forward is another's, or has a router's loss, or a prompt that PEFT learns. In training for a
-            batch with images, `inputs_embeds` or `past_key_values`.
+            student whose forward is another's, or has a router's loss, or a prompt that PEFT learns; for a teacher that
+            FSDP2 shards as a whole. A training step raises ValueError for a batch with `inputs_embeds`,
+            `past_key_values` or what the decoder does not read, such as images.
 
     >>> from kullback.integrations.transformers import distil
     >>> def train(student, teacher, trainer):
     ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
     ...         return trainer.train()
     """
+    if options.get("target_form") is not None:
+        raise ValueError(f"a teacher's head makes logits; got target_form={options['target_form']!r}")
     checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
     if options.get("reduction", "mean") != "mean":
         raise ValueError(f"a model's loss is the mean of its tokens; got reduction={options['reduction']!r}")
@@ -134,11 +137,18 @@ def distil(
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    unread = set(names) - set(inspect.signature(model.get_decoder().forward).parameters) - set(NOT_OF_DECODERS)
+    unread = (
+        set(names) - set(TYPES) - set(inspect.signature(model.get_decoder().forward).parameters) - set(NOT_OF_DECODERS)
+    )
 
     @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
     def forward(self: Model, *positional: Any, **batch: Any) -> Any:
-        batch |= dict(zip(names, positional, strict=False))
+        given = dict(zip(names, positional, strict=False))
+        if len(given) < len(positional) or given.keys() & batch.keys():
+            raise TypeError(
+                f"forward takes {', '.join(names)}, each once; got {len(positional)} by place and {', '.join(batch)}"
+            )
+        batch |= given
         labels: Tensor | None = batch.get("labels")
         shifted: Tensor | None = batch.get("shift_labels")
         if not self.training or (labels is None and shifted is None):
@@ -148,7 +158,7 @@ def distil(
         for name in ("inputs_embeds", "past_key_values"):
             if batch.get(name) is not None:
                 raise ValueError(f"the student was given {name}, {OF_ONE_MODEL}")
-        ignored = sorted(name for name in unread if batch.get(name) is not None)
+        ignored = sorted(name for name in unread if batch.get(name) is not None and batch[name] is not False)
         if ignored:
             decoder = type(self.get_decoder()).__name__
             raise ValueError(
@@ -200,6 +210,8 @@ def distil(
     return distillation
 
 
+# Of a batch with images these say which tokens are theirs. Without images they say nothing.
+TYPES = ("token_type_ids", "mm_token_type_ids")
 # Of soft prompts
 OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
 # What a cross-entropy of its own shares with the divergence.
@@ -238,7 +250,8 @@ def head_of(model: Model) -> Head:
     """The head as it counts now, an adapter's part in it."""
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):  # PEFT's copy, which is trained instead
-        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+        saved = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
+        head = head.modules_to_save[saved[0]] if saved else head.original_module
     base = getattr(head, "base_layer", head)
     if not isinstance(getattr(base, "weight", None), Tensor) or not hasattr(base, "bias"):
         raise ValueError(f"the head is a {type(base).__name__}, which is more than a weight and a bias")
@@ -304,8 +317,14 @@ def check_logits(name: str, model: Model) -> None:
     """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook."""
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         if name == "teacher":
-            raise ValueError("teacher is sharded, by FSDP2 for example, which gathers it in its own forward alone")
-        return  # likewise the student, in whose forward the loss is found
+            head_of(model)  # refuses one that is sharded
+            is_gathered = any(each.__name__ == "FSDPModule" for each in type(model.get_decoder()).__mro__)
+            if hasattr(model.get_input_embeddings().weight, "device_mesh") and not is_gathered:
+                raise ValueError(
+                    "teacher is sharded as a whole, and gathered in its own forward alone: give FSDP2 its decoder "
+                    "(fully_shard(teacher.get_decoder())), and keep its head"
+                )
+        return  # FSDP2 gathers a student in its forward, in which the loss is found
     ids = torch.arange(PROBE, device=model.get_output_embeddings().weight.device)[None]
     with _evaluating(model):
         wanted = model(input_ids=ids, use_cache=False).logits.double()
