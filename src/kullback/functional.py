@@ -213,7 +213,7 @@ def divergence(
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
     >>> kullback.divergence(student, teacher)
-    tensor(0.3776)
+    tensor(0.3775)
     >>> kullback.divergence(student, teacher, "jensen_shannon", beta=0.5, reduction="none")
     tensor([0.0807])
     >>> kullback.divergence(student, teacher, labels=torch.tensor([0]), label_weight=0.1)
@@ -651,7 +651,7 @@ def linear_divergence(
     >>> hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
     >>> teacher, its_head = torch.tensor([[1.0]]), torch.tensor([[1.0], [1.0], [0.0]])
     >>> kullback.linear_divergence(hidden, head, teacher, its_head)
-    tensor(0.3776)
+    tensor(0.3775)
     """
     backends.begin()
     chunk_rows = checks.chunk_rows(chunk_rows)
