@@ -1138,25 +1138,16 @@ def test_outputs_are_whole_though_the_report_cannot_be_shown(tmp_path, files):
     assert json.loads((tmp_path / "found.json").read_text())["rows_read"] == ROWS
 
 
-def test_an_interrupt_while_the_report_is_made(tmp_path, files, monkeypatch):
-    true = comparison.result
+@pytest.mark.parametrize("step", ["gather", "result"])
+def test_an_interrupt_while_the_report_is_made(tmp_path, files, monkeypatch, step):
+    """Or while other ranks' rows are waited for."""
+    true = getattr(comparison, step)
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
         return true(*arguments)
 
-    monkeypatch.setattr(comparison, "result", interrupted)
-    assert found_by(tmp_path, *files)["rows_read"] == ROWS
-
-
-def test_an_interrupt_while_other_ranks_are_waited_for(tmp_path, files, monkeypatch):
-    true = comparison.gather
-
-    def interrupted(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return true(*arguments)
-
-    monkeypatch.setattr(comparison, "gather", interrupted)
+    monkeypatch.setattr(comparison, step, interrupted)
     assert found_by(tmp_path, *files)["rows_read"] == ROWS
 
 
