@@ -255,19 +255,16 @@ def written(arguments: argparse.Namespace, device: str) -> Iterator[dict]:
     """Losses of rows, written one by one: the worst of those above 1e-3, and what they cost beside their mean."""
     vocab, known = model_rows.vocabulary(arguments.rows), model_rows.students(arguments.rows)
     students = [name for name in arguments.students or known if name != "identical"]
-    listed = [(arguments.rows, name, *cases.REAL_GPU) for name in students]
-    listed += [("made", name, cases.MADE_GPU[0], cases.MADE_GPU[2]) for name in cases.MADE_STUDENTS if name in students]
-    listed += [(arguments.rows, name, *cases.REAL_FLOAT32) for name in students]
+    sizes = [(rows, vocab, dtype) for rows, dtype in (cases.REAL_GPU, cases.REAL_FLOAT32)]
+    listed = [(arguments.rows, name, *size) for size in sizes for name in students]
+    listed += [("made", name, *cases.MADE_GPU) for name in cases.MADE_STUDENTS if name in students]
     report = {"provenance": bench.provenance(device), "case": "rows with a loss above 1e-3", "results": []}
-    shapes = {(cases.MADE_GPU[1] if source == "made" else vocab, dtype) for source, _, _, dtype in listed}
     if device == "cuda":
+        shapes = {(vocab, dtype) for _, _, _, vocab, dtype in listed}
         compile_at_once([(kind, *shape, "forward") for kind in cases.WRITTEN_KINDS for shape in shapes])
     clock = bench.Clock(device, 20)
-    for source, name, rows, dtype in listed:
-        if source == "made":
-            x, y = model_rows.made(name, rows, cases.MADE_GPU[1], bench.DTYPES[dtype], device)
-        else:
-            x, y = model_rows.load(source, name, rows, bench.DTYPES[dtype], device)
+    for source, name, rows, vocab, dtype in listed:
+        x, y = model_rows.drawn(source, name, rows, vocab, bench.DTYPES[dtype], device)
         for kind in cases.WRITTEN_KINDS:
             truth = reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults)
             each, mean = (functools.partial(kullback.divergence, x, y, kind, reduction=r) for r in ("none", "mean"))

@@ -222,10 +222,7 @@ def bench(
         x, y = make_inputs(rows, vocab, DTYPES[dtype], form, device, noise)
     else:
         case |= {"source": source, "student": student}
-        if source == "made":
-            x, y = rows_module.made(student, rows, vocab, DTYPES[dtype], device)
-        else:
-            x, y = rows_module.load(source, student, rows, DTYPES[dtype], device)
+        x, y = rows_module.drawn(source, student, rows, vocab, DTYPES[dtype], device)
     clock = Clock(device, repeats)
     parameters = DIVERGENCES[kind].defaults
     progress("float64 truth")

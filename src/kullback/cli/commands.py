@@ -30,7 +30,7 @@ from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
 from kullback.cli import evaluate, writing
 from kullback.cli import rows as rows_module
-from kullback.cli.options import USAGE, not_written, one_of, writable
+from kullback.cli.options import USAGE, device_of, is_written, one_of, writable
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
@@ -88,15 +88,9 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _put(option: str, path: Path, what: str | Callable[[Path], object]) -> None:
-    try:
-        if isinstance(what, str):
-            writing.put_text(path, what)
-        else:
-            writing.put(path, what)
-    except writing.NotWrittenError as error:
-        not_written(option, error)
-        raise typer.Exit(USAGE) from error
+def _put(option: str, path: Path, write: Callable[[Path], None]) -> None:
+    if not is_written(option, path, write):
+        raise typer.Exit(USAGE)
 
 
 def _wrote(path: Path) -> None:
@@ -212,10 +206,7 @@ def bench(
     one_of("--dtype", dtype, bench_module.DTYPES)
     one_of("--form", form, FORMS)
     one_of("--kind", kind, DIVERGENCES)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    one_of("--device", device, ("cuda", "cpu"))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
+    device = device_of(device).type
     students, model_vocab = _students(source, student, form)
     default = f"{4096 if device == 'cuda' else 512}x{model_vocab}" if students else "16384x16384"
     rows, vocab = _parse_shape(shape or default)
@@ -254,12 +245,14 @@ def bench(
         results.append(result)
         took = time.monotonic() - begin
         if json_path is not None:  # before anything is shown: whoever reads that may have gone
-            _put("--json", json_path, json.dumps(results if students else result, indent=2) + "\n")
+            text = json.dumps(results if students else result, indent=2) + "\n"
+            _put("--json", json_path, functools.partial(writing.put_text, text=text))
         _show(result, took)
     if json_path is not None:
         _wrote(json_path)
     if plot is not None:
-        _put("--plot", plot, functools.partial(bench_module.plot, results[0], plot.suffix[1:]))
+        draw = functools.partial(bench_module.plot, results[0], plot.suffix[1:])
+        _put("--plot", plot, functools.partial(writing.put, write=draw))
         _wrote(plot)
     worst = max(result["worst_row_error"] for result in results)
     if worst > ROW_BUDGET[dtype]:
@@ -371,5 +364,5 @@ def export_kernelbench(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        _put("--output", output, text)
+        _put("--output", output, functools.partial(writing.put_text, text=text))
         _wrote(output)

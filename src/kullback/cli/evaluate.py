@@ -27,9 +27,10 @@ from torch import Tensor
 from kullback.cli import comparison as comparison_module
 from kullback.cli import html, runs, tables, writing
 from kullback.cli.interrupts import uninterrupted
-from kullback.cli.options import USAGE, not_written, one_of, writable, writable_folder
+from kullback.cli.options import USAGE, device_of, is_written, not_written, one_of, writable, writable_folder
 
 INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
+SHOWN_WORST = 5
 STORED = ("float16", "bfloat16", "float32")
 
 
@@ -86,7 +87,7 @@ def record(
     one_of("--what", what, ("hidden", "logits"))
     one_of("--dtype", dtype, STORED)
     one_of("--load-dtype", load_dtype, ("auto", *STORED))
-    place = _device(device)
+    place = device_of(device)
     of_gguf = ["accelerate", "gguf"] if gguf_file or model.endswith(".gguf") else []
     _need(["transformers", "safetensors", *of_gguf], "record")
     if not (text.is_file() or text.is_dir()) or not os.access(text, os.R_OK):
@@ -161,7 +162,7 @@ def compare(
         typer.Option(help="llama.cpp: its own formula, its ± and its half of positions, to check against its output."),
     ] = "",
     worst: Annotated[
-        int, typer.Option(min=0, help="How many of the worst rows are reported; the terminal shows five.")
+        int, typer.Option(min=0, help=f"How many of the worst rows are reported; the terminal shows {SHOWN_WORST}.")
     ] = 20,
     json_path: Annotated[Path | None, typer.Option("--json", readable=False, help="Write all figures there.")] = None,
     markdown: Annotated[Path | None, typer.Option(readable=False, help="Write the tables there, as Markdown.")] = None,
@@ -195,7 +196,7 @@ def compare(
     twice = sorted({str(path) for path in candidates if candidates.count(path) > 1})
     if twice:
         raise typer.BadParameter(f"{', '.join(twice)} is given twice", param_hint="CANDIDATES")
-    place = _device(device)
+    place = device_of(device)
     for option, path, suffixes in (
         ("--json", json_path, ()),
         ("--markdown", markdown, ()),
@@ -244,7 +245,7 @@ def compare(
             ("--rows", rows_path, lambda path: writing.put(path, lambda place: place.write_bytes(_rows(planned)))),
         ]
         # Before anything is shown: whoever reads that may have gone.
-        wrote = [path for option, path, write in outputs if path is not None and _write(option, path, write)]
+        wrote = [path for option, path, write in outputs if path is not None and is_written(option, path, write)]
         is_shown = _show(found, wrote)
     if not is_shown or len(wrote) < len(written):
         raise typer.Exit(USAGE)
@@ -252,19 +253,6 @@ def compare(
         raise typer.Exit(INTERRUPTED if found["interrupted"] else INCOMPLETE)
     if found["left_out"]:
         raise typer.Exit(MISMATCH)
-
-
-def _write(option: str, path: Path, write: Callable[[Path], None]) -> bool:
-    """A failure costs none of the other outputs."""
-    try:
-        write(path)
-    except OSError as error:
-        not_written(option, error)
-        return False
-    return True
-
-
-SHOWN_WORST = 5
 
 
 def _show(found: dict[str, Any], wrote: list[Path]) -> bool:
@@ -339,15 +327,6 @@ def _ranks() -> tuple[int, int]:
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), world) if world > 1 else (0, 1)
-
-
-def _device(asked: str) -> torch.device:
-    has = torch.cuda.is_available()
-    name = asked or ("cuda" if has else "cpu")
-    one_of("--device", name, ("cuda", "cpu"))
-    if name == "cuda" and not has:
-        raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
-    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
 
 
 def _need(packages: list[str], extra: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from kullback.cli import writing
@@ -20,6 +23,26 @@ def not_written(option: str, error: OSError) -> None:
 def one_of(option: str, value: str, known: Any) -> None:
     if value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}", param_hint=option)
+
+
+def device_of(asked: str) -> torch.device:
+    """The best there is, unless one is asked for; of ranks, each its own."""
+    has = torch.cuda.is_available()
+    name = asked or ("cuda" if has else "cpu")
+    one_of("--device", name, ("cuda", "cpu"))
+    if name == "cuda" and not has:
+        raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
+    return torch.device(name, int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+
+
+def is_written(option: str, path: Path, write: Callable[[Path], None]) -> bool:
+    """A failure is told, and costs none of the other outputs."""
+    try:
+        write(path)
+    except OSError as error:
+        not_written(option, error)
+        return False
+    return True
 
 
 def writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> None:

@@ -170,6 +170,13 @@ def made(student: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -
     return x, y
 
 
+def drawn(source: str, student: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """Logits of the student and of the teacher: `made` at any vocabulary, or of the file that `source` names."""
+    if source == "made":
+        return made(student, rows, vocab, dtype, device)
+    return load(source, student, rows, dtype, device)
+
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 CLOSE = 0.02  # kernels sum rows below it once more
 

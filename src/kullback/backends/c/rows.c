@@ -75,10 +75,11 @@ INLINE int is_well_conditioned(Sums sums, double min)
 /* Both sides' masses against their maxima, and the moments, with logarithms to base 2 */
 typedef struct { double x_sum_exp, y_sum_exp, p_log_ratio, q_log_ratio, chernoff; } Statistics;
 
-/* Of elements from `start` on, added in so wide a type */
+/* Of the span that begins at `start`, added in so wide a type */
 #define STATISTICS_OF_SPAN(NAME, WIDE)                                                                                    \
-    INLINE Statistics NAME(const X *x, const Y *y, int64_t start, int64_t end, Softcaps softcaps, Row row, real exponent)  \
+    INLINE Statistics NAME(const X *x, const Y *y, int64_t start, int64_t n, Softcaps softcaps, Row row, real exponent)    \
     {                                                                                                                     \
+        const int64_t end = start + SPAN < n ? start + SPAN : n;                                                          \
         const real x_max = row.input_max, y_max = row.target_max;                                                         \
         const real x_scale = base_2(row.input_inv_temperature), y_scale = base_2(row.target_inv_temperature);             \
         WIDE x_sum_exp = 0, y_sum_exp = 0, p_log_ratio = 0, q_log_ratio = 0, chernoff = 0;                                \
@@ -135,7 +136,7 @@ NOINLINE static Statistics statistics(const X *x, const Y *y, int64_t n, Softcap
     Statistics result = { 0, 0, 0, 0, 0 };
     large->count = 0;
     for (int64_t start = 0; start < n; start += SPAN) {
-        const Statistics part = span_statistics(x, y, start, start + SPAN < n ? start + SPAN : n, softcaps, row, exponent);
+        const Statistics part = span_statistics(x, y, start, n, softcaps, row, exponent);
         add(&result, part, 1);
         if (HAS_MOMENTS && is_large(part, result)) {
             if (large->count == MOST_LARGE)
@@ -154,10 +155,9 @@ NOINLINE static Statistics refined(Statistics result, const LargeSpans *large, c
 {
     const Statistics whole = result;
     for (int k = 0; k < large->count; k++) {
-        const int64_t start = large->span[k].start, end = start + SPAN < n ? start + SPAN : n;
         if (is_large(large->span[k].found, whole)) {
             add(&result, large->span[k].found, -1);
-            add(&result, exact_span_statistics(x, y, start, end, softcaps, row, exponent), 1);
+            add(&result, exact_span_statistics(x, y, large->span[k].start, n, softcaps, row, exponent), 1);
         }
     }
     return result;
