@@ -149,6 +149,8 @@ def rivals_in_float32():
     lines = ["| rows | kind | kullback, each row | " + " | ".join(names) + " |", "|---|---|---|" + "---|" * len(names)]
     for result in load("h200/real_float32")["results"]:
         case, found = result["case"], milliseconds(result)
+        if not any(name in names[1:] for name, _ in found):
+            continue
         cells = [f"{found['kullback', TASKS[3]]:.2f}"]
         for name in names:
             told = (found.get((name, task)) for task in TASKS[:2])
@@ -288,7 +290,7 @@ def linear_of_ours(machine):
 def linear(machine):
     """Times over four products', memory, and errors against float64 of the same operands; ours and rivals'."""
     report = load(f"{machine}/linear")
-    lines = ["| | ms | of the products | GB | loss | hidden | head |", "|---|" + "---|" * 6]
+    lines = ["| | ms | times the products | GB | error: loss | hidden | head |", "|---|" + "---|" * 6]
     for result in report["linear"]:
         lines.append(f"| **{title_of(result['case'])}** | {result['floor_seconds'] * 1e3:.1f} | 1 | | | | |")
         for entry in result["results"]:
@@ -316,7 +318,7 @@ def inside(result, figures):
 def integrations(parts, figures):
     """A step's seconds, memory and errors against float64 on a CPU: inside other libraries."""
     report = load("cpu/integrations")
-    heads = ["", "s", "MB", *(name.replace("_", " ") for name in figures)]
+    heads = ["", "s", "MB", *(f"error: {name.replace('_', ' ')}" for name in figures)]
     lines = ["| " + " | ".join(heads).lstrip() + " |", "|---|" + "---|" * (len(heads) - 1)]
     for result in report["results"]:
         if result["case"]["part"] in parts:
@@ -359,7 +361,7 @@ def best(found, names):
 
 def summary():
     """A line for each kind of input: our time, the floor's share in it, eager PyTorch's, and the next best."""
-    lines = header("", "kullback", "of the floor", "eager", "next best, times as long")
+    lines = header("", "kullback", "the floor over it", "eager", "next best, times as long")
     rest = ("torch.compile", "liger", "liger chunked", "liger fused", "trl chunked", "fast-llm", "eager")
 
     def line(of, found, share, rivals=rest):

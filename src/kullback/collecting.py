@@ -22,12 +22,17 @@ from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 class LossStatistics(NamedTuple):
     """Figures of a loss's rows, in nats: of the input, as its logits count. No gradient.
 
-    Each is `input.shape[:-1]`, or [rows] of `linear_divergence`.
+    Each is `input.shape[:-1]`, or [rows] of `linear_divergence`; float32, or float64 where the input is.
+
+    Attributes:
+        lse: log-sum-exp over the temperature; 0 in a row of weight 0, which is not read.
+        entropy: -Σ q log q; 0 in such a row, too.
+        label_log_prob: log q of the label; NaN in a row without one, or of weight 0; None without labels.
     """
 
-    lse: Tensor  # log-sum-exp; 0 in a row of weight 0, which is not read, and so is the entropy
+    lse: Tensor
     entropy: Tensor
-    label_log_prob: Tensor | None  # log q of the label; NaN in a row without one, or of weight 0; None without labels
+    label_log_prob: Tensor | None
 
 
 _collected: ContextVar[list[LossStatistics] | None] = ContextVar("kullback collected statistics", default=None)
@@ -44,6 +49,9 @@ def collecting_statistics() -> Iterator[list[LossStatistics]]:
     Losses of probabilities are not collected. Under `torch.compile` and transforms of `torch.func` neither are
     `topk_divergence` and `divergence` of labels alone (`target=None`). `linear_divergence` of labels alone has 0 in
     rows whose label is -100, which are not read; so has `divergence` of them where ranks share the vocabulary.
+
+    Yields:
+        A list, which gets a `LossStatistics` when such a call returns.
 
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])

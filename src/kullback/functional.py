@@ -157,18 +157,19 @@ def divergence(
     Args:
         input: the model's (student's) logits, log_probs or probs, `[..., vocab]`, floating point.
         target: the reference's (teacher's), of the same shape (but see `valid_vocab`); dtypes may differ. None: the
-            loss is the cross-entropy of `labels`.
+            loss is the cross-entropy of `labels`. A row of label -100 loses 0 then, and "mean" counts it, unlike
+            `F.cross_entropy`; `row_weight=labels != -100` leaves it out.
         kind: a name of the table.
         form: "logits", "log_probs" or "probs": what `input` holds.
         target_form: the same of `target`; by default that of `input`.
-        temperature: divides the input's logits; positive. No factor T² is applied: multiply the loss by
+        temperature: divides the input's logits; between 1e-30 and 1e30. No factor T² is applied: multiply the loss by
             T**2 to keep gradients' size, as Hinton et al. do.
         target_temperature: the same of the target; by default that of the input.
         logit_scale: multiplies the input's logits, before the softcap; positive (Cohere, Granite).
         target_logit_scale: the same of the target; by default that of the input.
         softcap: a logit x of the input counts as softcap · tanh(x / softcap), before the temperature (Gemma 2);
             positive, or None. A logit of -inf counts as -softcap, as it does there.
-        target_softcap: the same of the target, on its own: by default it has none.
+        target_softcap: the same of the target; by default it has none, since a softcap belongs to one architecture.
         valid_vocab: how many elements of a row count, where vocabularies are padded or one is longer; gradients of
             the others are 0. Nothing is copied for it.
         labels: ids of the true tokens, `input.shape[:-1]`, an integer dtype. A row of label -100 has its divergence
@@ -179,8 +180,8 @@ def divergence(
             are no labels; of logits.
         label_smoothing: which part of a label is spread over all tokens that count, as in torch. It is not for a
             vocabulary that ranks share.
-        row_weight: float, integer or bool, `input.shape[:-1]`. A row of weight 0 is not read: garbage or NaN in it
-            cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
+        row_weight: float, integer or bool, `input.shape[:-1]`, of either sign. A row of weight 0 is not read: garbage
+            or NaN in it cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
             Σ weight, or by `normalizer`.
         normalizer: positive number or 0-d tensor (never read on the host) for "mean".
@@ -204,11 +205,16 @@ def divergence(
     Raises:
         TypeError: an argument of the wrong type or dtype (integer, bool, complex).
         ValueError: shapes or devices that differ; an unknown kind, form, reduction or parameter; a
-            temperature, scale, softcap, valid_vocab, normalizer or parameter out of its range; `inplace` with
-            reduction "none", of float16 (whose gradient has to wait for a loss scaler's factor), of a leaf, or of
+            temperature, scale, softcap, valid_vocab, normalizer, weight, label_smoothing or parameter out of its
+            range; neither a target nor labels; on a CPU, labels that are no tokens (a GPU stops with an assertion);
+            a `first_token` that leaves the vocabulary; `inplace` with reduction "none", of float16 (whose gradient
+            has to wait for a loss scaler's factor), of a leaf, where a weight or normalizer wants a gradient, or of
             memory that the target or another element shares.
+        RuntimeError: a gradient of the gradient, where ranks share the vocabulary.
 
-    Sources: docs/mathematics.md.
+    Sources: Csiszár, "Information-type measures of difference of probability distributions", 1967; Lin, "Divergence
+    measures based on the Shannon entropy", 1991; Rényi, "On measures of entropy and information", 1961. How each is
+    found: docs/mathematics.md of the repository.
 
     >>> import torch, kullback
     >>> student, teacher = torch.tensor([[2.0, 0.0, 0.0]]), torch.tensor([[1.0, 1.0, 0.0]])
@@ -450,7 +456,7 @@ def topk_divergence(
         logit_scale: of the student's logits, as of `divergence`.
         softcap: the same.
         valid_vocab: how many elements of the student's row count.
-        labels: as of `divergence`, like the next three; they need not be among the ids.
+        labels: as of `divergence`, like the next four; they need not be among the ids.
         divergence_weight: what the divergence counts.
         label_weight: what the label's cross-entropy counts.
         z_weight: what the square of the log-sum-exp counts.

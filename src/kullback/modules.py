@@ -12,7 +12,13 @@ from kullback.divergences import Kind
 
 
 class KLDivLoss(nn.Module):
-    """Drop-in for `torch.nn.KLDivLoss`; see `kullback.kl_div`.
+    """Drop-in for `torch.nn.KLDivLoss`: `kullback.kl_div` with its options kept. A call takes `input` and `target`.
+
+    Args:
+        reduction, log_target, form: as of `kullback.kl_div`, which says what a call takes, gives and raises.
+
+    Raises:
+        TypeError, ValueError: an unknown reduction or form; a `log_target` that is no bool.
 
     >>> import torch, kullback
     >>> loss = kullback.KLDivLoss(reduction="batchmean", form="probs")
@@ -55,7 +61,9 @@ class _WithOptions(nn.Module):
 
 
 class DivergenceLoss(_WithOptions):
-    """`kullback.divergence` with its options kept; `labels`, `row_weight` and `normalizer` come with a call.
+    """`kullback.divergence` with its options kept.
+
+    A call takes `input`, `target` and, by name, `labels`, `row_weight` and `normalizer`, and gives what that does.
 
     Args:
         kind: as of `kullback.divergence`.
@@ -95,7 +103,10 @@ class DivergenceLoss(_WithOptions):
 
 
 class LinearDivergenceLoss(_WithOptions):
-    """`kullback.linear_divergence` with its options kept; tensors, heads among them, come with a call.
+    """`kullback.linear_divergence` with its options kept.
+
+    A call takes `input`, `weight`, `target`, `target_weight` and, by name, `bias`, `target_bias`, `target_indices`,
+    `labels`, `row_weight` and `normalizer`, and gives what that does.
 
     Args:
         kind: as of `kullback.divergence`.

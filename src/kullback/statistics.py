@@ -17,40 +17,76 @@ CHUNK = 1 << 26  # elements of a copy
 
 
 class RowStatistics(NamedTuple):
-    """Figures of rows, `input.shape[:-1]` each, in nats; what needs a target or labels is None without."""
+    """Figures of rows, `input.shape[:-1]` each, in nats; what needs a target or labels is None without.
+
+    Those that are no tokens, ranks or answers are float32, or float64 where an input is.
+
+    Attributes:
+        kl: Σ p log(p/q), p of the target and q of the input.
+        reverse_kl: Σ q log(q/p).
+        jensen_shannon: with a beta of ½.
+        total_variation: ½ Σ abs(p - q).
+        entropy: -Σ q log q, of the input.
+        target_entropy: -Σ p log p.
+        cross_entropy: -Σ p log q.
+        lse: log-sum-exp of the input's logits as they count, over the temperature.
+        target_lse: the same of the target's.
+        top_token: int64, the input's likeliest token; of equals the first.
+        target_top_token: the same of the target.
+        agreement: bool, whether these are the same.
+        target_top_probability: what the target gives its own.
+        label_log_prob: log q of the label; NaN in a row without one.
+        target_label_log_prob: log p of the label, likewise.
+        label_rank: int64, how many tokens have more mass than the label in the input; -1 in a row without one.
+        target_label_rank: the same in the target.
+    """
 
     kl: Tensor | None
     reverse_kl: Tensor | None
-    jensen_shannon: Tensor | None  # beta = ½
+    jensen_shannon: Tensor | None
     total_variation: Tensor | None
-    entropy: Tensor  # of the input
+    entropy: Tensor
     target_entropy: Tensor | None
-    cross_entropy: Tensor | None  # -Σ p log q
-    lse: Tensor  # log-sum-exp of the input's logits, over the temperature
+    cross_entropy: Tensor | None
+    lse: Tensor
     target_lse: Tensor | None
-    top_token: Tensor  # int64, the first of equals
+    top_token: Tensor
     target_top_token: Tensor | None
-    agreement: Tensor | None  # bool: whether these are the same
+    agreement: Tensor | None
     target_top_probability: Tensor | None
-    label_log_prob: Tensor | None  # log q of the label; NaN in a row without one, and so below
+    label_log_prob: Tensor | None
     target_label_log_prob: Tensor | None
-    label_rank: Tensor | None  # int64, how many tokens have more mass than the label; -1 in a row without one
+    label_rank: Tensor | None
     target_label_rank: Tensor | None
 
 
 class TopKRowStatistics(NamedTuple):
-    """Figures of rows beside a teacher that is known at k of their tokens, `input.shape[:-1]` each, in nats."""
+    """Figures of rows beside a teacher that is known at k of their tokens, `input.shape[:-1]` each, in nats.
 
-    kl: Tensor  # with the tail as it was asked for
+    Attributes:
+        kl: Σ p log(p/q), with the tail as it was asked for.
+        reverse_kl: Σ q log(q/p), likewise.
+        mass: the input's at the teacher's tokens.
+        target_mass: the sum of the teacher's entries as they are.
+        overlap: which share of the teacher's tokens are among as many first ones of the input, where equal ones all
+            are; NaN without any, and in a row that holds NaN.
+        entropy: -Σ q log q of the whole input.
+        lse: log-sum-exp of the input's logits as they count, over the temperature.
+        top_token: int64, the input's likeliest token.
+        agreement: bool, whether it is the likeliest of the teacher's.
+        label_log_prob: log q of the label; NaN in a row without one; None without labels.
+        label_rank: int64, how many tokens have more mass than the label; -1 in a row without one; None without labels.
+    """
+
+    kl: Tensor
     reverse_kl: Tensor
-    mass: Tensor  # of the input at the teacher's tokens
-    target_mass: Tensor  # of the teacher's entries as they are
-    overlap: Tensor  # which share of the teacher's tokens are among as many first ones of the input, equal ones all;
-    # NaN without any, and in a row that holds NaN
-    entropy: Tensor  # of the input
+    mass: Tensor
+    target_mass: Tensor
+    overlap: Tensor
+    entropy: Tensor
     lse: Tensor
-    top_token: Tensor  # int64
-    agreement: Tensor  # bool: whether it is the first of the teacher's
+    top_token: Tensor
+    agreement: Tensor
     label_log_prob: Tensor | None
     label_rank: Tensor | None
 

@@ -56,6 +56,15 @@ def enable_symmetric_memory(
     A rank that waits longer than `timeout` for another stops with a device-side assertion, or, in a launch's last rows,
     with a launch failure. Within `kullback.checking_ranks` what differs is found before, and all ranks raise.
 
+    Args:
+        group: of up to 8 ranks, those of one host.
+        rows: how many rows a call that exchanges may have; the same on all ranks.
+        timeout: how long a rank waits for another.
+
+    Raises:
+        RuntimeError: on all ranks, if on one there is no such memory; the message says why.
+        ValueError: for more than 8 ranks; for no rows, or not the same on all ranks; for no time.
+
     >>> import torch.distributed as dist, kullback
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> try:
@@ -64,10 +73,6 @@ def enable_symmetric_memory(
     ...     print(error)
     group has no symmetric memory; rank 0 says: it serves GPUs of compute capability 9.0 or later
     >>> dist.destroy_process_group()
-
-    Raises:
-        RuntimeError: on all ranks, if on one there is no such memory; the message says why.
-        ValueError: for more than 8 ranks; for no rows, or not the same on all ranks; for no time.
     """
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")

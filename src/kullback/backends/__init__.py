@@ -32,11 +32,12 @@ _told: set[str] = set()  # failures that this process has been warned of
 
 
 class BackendInfo(NamedTuple):
-    """What the last call ran on.
+    """What the last eager call ran on.
 
     `name` is the backend of all its parts, or the names of several joined by "+". `parts` has each part's: "loss",
     "gradient", "statistics", "accumulate"; "describe" of `row_statistics`; "labels" where these are looked at apart;
     "entries", "gather" and "scatter" of a top-k teacher. `refused` says why preferred backends did not run.
+    Before any call `name` is "none". Calls that torch.compile has traced are not noted.
     """
 
     name: str
@@ -70,9 +71,13 @@ def backend_info() -> BackendInfo:
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Force "cuda", "c" or "torch" for the calls inside and their backward; RuntimeError where it cannot run.
+    """Force "cuda", "c" or "torch" for the calls inside and their backward.
 
     It holds for this thread, or task, alone.
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: at a call that it cannot run, with the reason.
 
     >>> import torch, kullback
     >>> x = torch.full((2, 4), 0.25)
