@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kullback
 from kullback import kernelbench
 from kullback.backends import cache as kernels
-from kullback.cli import bench, check, commands, reference
+from kullback.cli import bench, check, commands, evaluate, reference, rows, tables
 from kullback.cli.commands import app
 from tests.kinds import KINDS
 
@@ -188,6 +188,8 @@ def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
         (["--shape", "12"], "rows x vocabulary"),
         (["--shape", "0x5"], "rows x vocabulary"),
         (["--shape", "²x5"], "rows x vocabulary"),
+        (["--shape", f"1x{'9' * 5000}"], "rows x vocabulary"),
+        (["--json", "/tmp/same.png", "--plot", "/tmp/same.png"], "is named for two outputs"),
         (["--dtype", "int8"], "float32"),
         (["--kind", "k"], "is not one of kl"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
@@ -214,6 +216,59 @@ def test_bench_refuses_files_that_hold_no_rows(tmp_path):
         assert words in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
 
 
+def test_bench_does_not_write_over_its_rows(tmp_path, monkeypatch):
+    """Nor does it take a path's brackets for markup."""
+    folder = tmp_path / "x[" / "b]y"  # [/b] ends nothing
+    folder.mkdir(parents=True)
+    path = folder / rows.FILE
+    save_file({name: torch.zeros(4, 4) for name in ("head", "head_scale", "teacher")}, path, {"about": "{}"})
+    asked = ("bench", "--rows", str(folder), "--student", "identical", "--shape", "2x4")
+    before = path.read_bytes()
+    result = run(*asked, "--json", str(path))
+    assert result.exit_code == 2
+    assert "is read too" in re.sub(r"\s+│\s*\n│\s+", " ", result.output)
+    assert path.read_bytes() == before
+    result = measured(None)
+    monkeypatch.setattr(bench, "bench", lambda *given, source, student, **named: result)
+    result["case"] |= {"source": str(folder), "student": "identical"}
+    shown = run(*asked)
+    assert shown.exit_code == 0, shown.output
+    assert "x[/b]y" in shown.output.replace("\n", "")
+
+
+def test_a_row_that_is_no_number_is_off(monkeypatch, tmp_path):
+    """And is written as JSON has it."""
+    real = kullback.divergence
+
+    def broken(*given, reduction="mean", **options):
+        loss = real(*given, reduction=reduction, **options)
+        return loss.index_fill(0, torch.tensor([1]), torch.nan) if reduction == "none" else loss
+
+    monkeypatch.setattr(kullback, "divergence", broken)
+    monkeypatch.setattr(torch, "compile", lambda loss: loss)
+    path = tmp_path / "found.json"
+    result = run("bench", "--shape", "4x50", "--form", "logits", "--repeats", "1", "--json", str(path))
+    assert (result.exit_code, "a row is off by inf" in result.output) == (1, True), result.output
+    refuse = lambda name: pytest.fail(f"{name} is no JSON")
+    assert json.loads(path.read_text(), parse_constant=refuse)["worst_row_error"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("ours", "truth", "error"),
+    [
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([torch.nan, 1.0], [1.0, 1.0], torch.inf),
+        ([torch.nan, torch.inf, 1.0], [torch.nan, torch.inf, 1.0], 0.0),
+        ([torch.inf, 1.0], [1e50, 1.0], 0.0),  # more than float32 holds
+        ([3e38, 1.0], [1e50, 1.0], torch.inf),
+        ([0.0, 2e-8], [0.0, 1e-8], 0.1),  # less than the least is that
+    ],
+)
+def test_errors_are_numbers(ours, truth, error):
+    found = bench.relative_error(torch.tensor(ours), torch.tensor(truth, dtype=torch.float64), 1e-7)
+    assert found == pytest.approx(error, rel=1e-6)
+
+
 def test_bench_writes_before_it_shows(tmp_path, monkeypatch):
     """Whoever reads what is shown may have gone."""
     shown = []
@@ -221,6 +276,20 @@ def test_bench_writes_before_it_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "_show", lambda result, took: shown.append((tmp_path / "out.json").exists()))
     assert run("bench", "--shape", "8x8", "--json", str(tmp_path / "out.json")).exit_code == 0
     assert shown == [True]
+
+
+def test_names_are_shown_as_they_are(capsys):
+    """Codes of emoji too; and what turns a terminal's text around, or ends its line, is not obeyed."""
+    evaluate.console().print("v1:100:.safetensors", markup=False)
+    assert capsys.readouterr().out == "v1:100:.safetensors\n"
+    assert tables.shown("a\u202eb\u2028c\u2066d") == "a\ufffdb\ufffdc\ufffdd"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0.0, "0.000000"), (1e-5, "1.00e-05"), (12.5, "12.500000"), (1.6e300, "1.60e+300")]
+)
+def test_numbers_have_few_digits(value, words):
+    assert tables.number(value) == words
 
 
 def test_export_refuses_a_folder(tmp_path):

@@ -7,6 +7,7 @@ import datetime
 import functools
 import gc
 import importlib.util
+import math
 import platform
 import random
 import statistics
@@ -255,8 +256,8 @@ def bench(
             entries.append(entry)
             gc.collect()
     progress("each row")
-    ours = kullback.divergence(x, y, kind, form=form, reduction="none").double()
-    row_error = ((ours - truth).abs() / truth.abs().clamp_min(LEAST[dtype])).max().item()
+    ours = kullback.divergence(x, y, kind, form=form, reduction="none")
+    row_error = relative_error(ours, truth, LEAST[dtype])
     return {
         "case": case,
         "rows_asked": wanted,
@@ -297,8 +298,20 @@ def _measure(
 ) -> dict[str, Any]:
     run = call_of(loss, x, y, task)
     value = run()
-    error = abs(value.double().item() - truth.item()) / max(abs(truth.item()), TRUTH_ERROR * 1e5)
+    error = relative_error(value, truth, TRUTH_ERROR * 1e5)
     return {"seconds": clock.seconds(run), "error": error, "peak_bytes": clock.peak(run)}
+
+
+def relative_error(ours: Tensor, truth: Tensor, least: float) -> float:
+    """The largest of any element, where less than `least` counts as that; infinite where one alone is no number.
+
+    What the dtype of ours cannot hold is an infinity.
+    """
+    expected = torch.where(truth.abs() <= torch.finfo(ours.dtype).max, truth, truth * math.inf)
+    found = ours.double()
+    error = (found - expected).abs() / expected.abs().clamp_min(least)
+    is_same = (found == expected) | (found.isnan() & expected.isnan())
+    return torch.where(is_same, 0.0, error.nan_to_num(math.inf)).max().item()
 
 
 def provenance(device: str) -> dict[str, Any]:

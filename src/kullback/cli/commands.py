@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from kullback.cli import bench as bench_module
 from kullback.cli import check as check_module
 from kullback.cli import evaluate, writing
 from kullback.cli import rows as rows_module
-from kullback.cli.options import USAGE, device_of, is_written, one_of, writable
+from kullback.cli.options import USAGE, device_of, is_written, kept_apart, one_of, writable
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.problem import Problem, Side
@@ -220,6 +220,8 @@ def bench(
         raise typer.BadParameter(f"it has to be finite; got {noise}", param_hint="--noise")
     writable("--json", json_path)
     writable("--plot", plot, PLOTS)
+    of_file = None if source in ("random", "made") else rows_module.find(source).resolve()
+    kept_apart((json_path, plot), lambda path: path == of_file)
     if bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device) < 1:
         raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -245,7 +247,7 @@ def bench(
         results.append(result)
         took = time.monotonic() - begin
         if json_path is not None:  # before anything is shown: whoever reads that may have gone
-            text = json.dumps(results if students else result, indent=2) + "\n"
+            text = writing.as_json(results if students else result)
             _put("--json", json_path, functools.partial(writing.put_text, text=text))
         _show(result, took)
     if json_path is not None:
@@ -287,7 +289,7 @@ ROW_BUDGET = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-3, "float16": 1e-
 
 def _parse_shape(shape: str) -> tuple[int, int]:
     parts = shape.lower().split("x")
-    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,11}\s*", part) for part in parts):
         raise typer.BadParameter(f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape")
     return int(parts[0]), int(parts[1])
 
@@ -298,6 +300,7 @@ def _show(result: dict[str, Any], took: float) -> None:
     console.print(
         f"{case['kind']} from {case['form']}, {whose}{case['rows']} x {case['vocab']} {case['dtype']}, "
         f"{origin['device']}, torch {origin['torch']}",
+        markup=False,
         highlight=False,
     )
     if case["rows"] < result["rows_asked"]:

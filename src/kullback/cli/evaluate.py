@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import math
 import os
 import re
 import sys
@@ -27,7 +25,16 @@ from torch import Tensor
 from kullback.cli import comparison as comparison_module
 from kullback.cli import html, runs, tables, writing
 from kullback.cli.interrupts import uninterrupted
-from kullback.cli.options import USAGE, device_of, is_written, not_written, one_of, writable, writable_folder
+from kullback.cli.options import (
+    USAGE,
+    device_of,
+    is_written,
+    kept_apart,
+    not_written,
+    one_of,
+    writable,
+    writable_folder,
+)
 
 INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
 SHOWN_WORST = 5
@@ -45,7 +52,7 @@ class Output(Console):
 
 
 def console() -> Console:
-    return Output()
+    return Output(emoji=False)  # names and texts are shown as they are
 
 
 def record(
@@ -204,13 +211,9 @@ def compare(
         ("--rows", rows_path, (".safetensors",)),
     ):
         writable(option, path, suffixes)
-    written = [path.resolve() for path in (json_path, markdown, html_path, rows_path) if path is not None]
+    asked = json_path, markdown, html_path, rows_path
     inputs = [reference, *candidates, *([] if floor is None else [floor])]
-    for path in written:
-        is_read = any(runs.is_part_of(path, each) for each in inputs)
-        if is_read or written.count(path) > 1:
-            use = "is read too" if is_read else "is named for two outputs"
-            raise typer.BadParameter(f"{path} {use}: it would be written over", param_hint="an output")
+    kept_apart(asked, lambda path: any(runs.is_part_of(path, each) for each in inputs))
     _need(["safetensors"] if rows_path else [], "compare")
     rank, world = _ranks()
     try:
@@ -237,7 +240,7 @@ def compare(
             found = comparison_module.result(planned, worst)
         except runs.MismatchError as error:
             _refuse(error)
-        as_json = json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        as_json = writing.as_json(found)
         outputs: list[tuple[str, Path | None, Callable[[Path], None]]] = [
             ("--json", json_path, lambda path: writing.put_text(path, as_json)),
             ("--markdown", markdown, lambda path: writing.put_text(path, tables.markdown(found))),
@@ -247,7 +250,7 @@ def compare(
         # Before anything is shown: whoever reads that may have gone.
         wrote = [path for option, path, write in outputs if path is not None and is_written(option, path, write)]
         is_shown = _show(found, wrote)
-    if not is_shown or len(wrote) < len(written):
+    if not is_shown or len(wrote) < sum(path is not None for path in asked):
         raise typer.Exit(USAGE)
     if not found["complete"]:
         raise typer.Exit(INTERRUPTED if found["interrupted"] else INCOMPLETE)
@@ -307,17 +310,6 @@ def _rows(planned: comparison_module.Comparison) -> bytes:
         rows |= planned.places(rows["row"]) if rows else {}
         tensors |= {f"{name}.{key}" if several else key: values.contiguous() for key, values in rows.items()}
     return bytes(save(tensors))
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they become "inf" and null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(of) for key, of in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(of) for of in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
 
 
 def _ranks() -> tuple[int, int]:

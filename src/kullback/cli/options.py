@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,15 @@ def writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> 
         reason = f"{path.name} does not end in {', '.join(suffixes)}"
     if reason:
         raise typer.BadParameter(reason, param_hint=option)
+
+
+def kept_apart(outputs: Sequence[Path | None], is_read: Callable[[Path], bool]) -> None:
+    """`is_read`: whether a resolved path is that of an input."""
+    written = [path.resolve() for path in outputs if path is not None]
+    for path in written:
+        if is_read(path) or written.count(path) > 1:
+            use = "is read too" if is_read(path) else "is named for two outputs"
+            raise typer.BadParameter(f"{path} {use}: it would be written over", param_hint="an output")
 
 
 def writable_folder(option: str, path: Path) -> None:

@@ -47,10 +47,10 @@ class Table(NamedTuple):
 
 
 def number(value: float | str | None) -> str:
-    """Six decimals as llama.cpp prints, or three digits of what is smaller."""
+    """Six decimals as llama.cpp prints, or three digits of what is smaller or huge."""
     if value is None or isinstance(value, str):
         return "" if value is None else value
-    return f"{value:.6f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
+    return f"{value:.6f}" if value == 0 or 1e-4 <= abs(value) < 1e9 or not math.isfinite(value) else f"{value:.2e}"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
@@ -236,7 +236,7 @@ def shown(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # those of lines and directions, too
 
 
 def heading(found: Found) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import secrets
@@ -77,6 +79,21 @@ def put(path: Path, write: Callable[[Path], Any]) -> None:
 def put_text(path: Path, text: str) -> None:
     """In UTF-8, with a question mark for what is no character, as a path's bytes may be."""
     put(path, lambda place: place.write_text(text, encoding="utf-8", errors="replace"))
+
+
+def as_json(found: Any) -> str:
+    """JSON has no infinity and no NaN: they become "inf" and null."""
+    return json.dumps(_plain(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(of) for key, of in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(of) for of in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def is_replaced(path: Path) -> bool:
