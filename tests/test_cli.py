@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import kullback
 from kullback import kernelbench
 from kullback.backends import cache as kernels
-from kullback.cli import bench, check, commands, evaluate, reference, rows, tables
+from kullback.cli import bench, check, commands, evaluate, reference, tables
+from kullback.cli import rows as rows_module
 from kullback.cli.commands import app
 from tests.kinds import KINDS
 
@@ -220,7 +221,7 @@ def test_bench_does_not_write_over_its_rows(tmp_path, monkeypatch):
     """Nor does it take a path's brackets for markup."""
     folder = tmp_path / "x[" / "b]y"  # [/b] ends nothing
     folder.mkdir(parents=True)
-    path = folder / rows.FILE
+    path = folder / rows_module.FILE
     save_file({name: torch.zeros(4, 4) for name in ("head", "head_scale", "teacher")}, path, {"about": "{}"})
     asked = ("bench", "--rows", str(folder), "--student", "identical", "--shape", "2x4")
     before = path.read_bytes()

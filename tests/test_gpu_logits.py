@@ -281,6 +281,33 @@ def test_graph_capture_and_replay_with_new_data(case, kind, reduction):
         assert equal((step(a), a.grad), (loss, x.grad))
 
 
+@pytest.mark.parametrize("rows", [300, 1000, 4096])
+def test_captured_losses_collect_statistics(rows):
+    """A launch's numbers have places of their own, in a graph's pool too."""
+    x = torch.randn(rows, 32000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = torch.randn_like(x)
+
+    def step():
+        with kullback.collecting_statistics() as collected:
+            loss = kullback.divergence(x, y)
+        return loss.detach(), collected[0].lse, collected[0].entropy, *torch.autograd.grad(loss, x)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert equal(captured, step())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
 def test_no_host_synchronisation(case, kind):

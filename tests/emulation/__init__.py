@@ -18,7 +18,7 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, plan, scale, source, topk
+from kullback.backends.cuda import cross_entropy, describe, labels, launch, literal, logits, plan, scale, source, topk
 
 HERE = Path(__file__).parent
 # Without -fno-gnu-unique libraries share what inline functions have as shared memory, of whatever size.
@@ -94,12 +94,8 @@ class Launcher:
 
 
 def workspace(index, blocks):
-    kept = torch.zeros(blocks + 1, dtype=torch.float64)
-    workspace.kept.append(kept)
-    return kept.data_ptr(), kept.data_ptr() + 8 * blocks
-
-
-workspace.kept = []
+    numbers = torch.zeros(blocks + 1, dtype=torch.float64)
+    return launch.Workspace(numbers, numbers.data_ptr(), numbers.data_ptr() + 8 * blocks)
 
 
 @contextlib.contextmanager
@@ -120,7 +116,6 @@ def emulated(monkeypatch):
     yield
     for each in caches:
         each.cache_clear()
-    workspace.kept.clear()
 
 
 def on_chip(monkeypatch, chip=plan.HOPPER):

@@ -10,7 +10,7 @@ import torch
 from kullback.backends.arguments import address, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import logits, plan
-from kullback.backends.cuda.launch import Launcher, workspace
+from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import print_macros, type_macros
 from kullback.problem import IGNORED
@@ -100,7 +100,7 @@ def run(work: Rows) -> None:
     assert placed is not None
     flags = work.d_input is not None, side.softcap != 0, weights.smoothing != 0
     launcher = _launcher(Variant(x.dtype, weight_dtype, loss_dtype, *flags), placed, index)
-    partial, ticket = (0, 0) if work.total is None else workspace(index, launcher.blocks * placed.cluster)
+    space = NO_WORKSPACE if work.total is None else workspace(index, launcher.blocks * placed.cluster)
     launcher(
         x.size(0),
         *Arguments(
@@ -111,8 +111,8 @@ def run(work: Rows) -> None:
             loss=address(work.loss),
             total=address(work.total),
             d_input=address(work.d_input),
-            partial=partial,
-            ticket=ticket,
+            partial=space.partial,
+            ticket=space.ticket,
             rows=x.size(0),
             vocab=x.size(1),
             x_stride=x.stride(0),

@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,23 +134,31 @@ def _stream(index: int, handle: int) -> Any:
     return importlib.import_module("cuda.core").Stream.from_handle(handle)
 
 
-_workspaces: dict[tuple[int, int], tuple[Tensor, int, int]] = {}  # numbers, the first one's address, their count
+class Workspace(NamedTuple):
+    """Memory of a launch, to be held until that: another tensor may have the place of one that is not."""
+
+    numbers: Tensor | None
+    partial: int  # addresses: of partial sums,
+    ticket: int  # and of one that is zero between launches
 
 
-def workspace(index: int, blocks: int) -> tuple[int, int]:
-    """Addresses of so many partial sums and of a ticket (zero between launches): one set for each stream.
+NO_WORKSPACE = Workspace(None, 0, 0)
+_workspaces: dict[tuple[int, int], tuple[Workspace, int]] = {}  # and how many partial sums each has room for
 
-    A graph being captured gets its own, since it may be replayed on any stream.
-    """
+
+def workspace(index: int, blocks: int) -> Workspace:
+    """Of so many partial sums: one for each stream. A graph being captured gets its own: any stream may replay it."""
     handle = raw_stream(index)
     if handle and torch.cuda.is_current_stream_capturing():  # the default stream cannot be
-        fresh = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
-        return fresh.data_ptr(), fresh.data_ptr() + 8 * blocks
+        return _new_workspace(index, blocks)
     key = (index, handle)
-    _, address, count = _workspaces.get(key, (None, 0, 0))
-    if count <= blocks:
-        count = blocks + 1
-        kept = torch.zeros(count, dtype=torch.float64, device=torch.device("cuda", index))
-        address = kept.data_ptr()
-        _workspaces[key] = kept, address, count
-    return address, address + 8 * (count - 1)
+    kept, room = _workspaces.get(key, (NO_WORKSPACE, -1))
+    if room < blocks:
+        kept = _new_workspace(index, blocks)
+        _workspaces[key] = kept, blocks
+    return kept
+
+
+def _new_workspace(index: int, blocks: int) -> Workspace:
+    numbers = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+    return Workspace(numbers, numbers.data_ptr(), numbers.data_ptr() + 8 * blocks)

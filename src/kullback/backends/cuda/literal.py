@@ -10,7 +10,7 @@ import torch
 from kullback.backends.arguments import after_tensors, parameters, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import Launcher, workspace
+from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import print_functor, print_layout, print_macros, ranges, type_macros
 from kullback.state import fill
@@ -97,15 +97,15 @@ def run(work: Rows) -> None:
         blocks = -(-vocab // (plan.THREADS * shape.width * shape.unroll))
     else:
         blocks = -(-rows * shape.lanes // plan.THREADS)
-    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks)
+    space = NO_WORKSPACE if total is None else workspace(index, launcher.blocks)
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, *others[:-1])]
     strides = [0 if t is None else t.stride()[0] for t in (x, y, d_input, d_target)]  # stride(0) takes twice as long
     launcher(
         blocks,
         *addresses,
         *Sizes(
-            partial=partial,
-            ticket=ticket,
+            partial=space.partial,
+            ticket=space.ticket,
             rows=rows,
             vocab=vocab,
             x_stride=strides[0],

@@ -15,7 +15,7 @@ from torch import Tensor
 from kullback.backends.arguments import after_tensors, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import plan
-from kullback.backends.cuda.launch import Launcher, workspace
+from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.lowering import slopes_of
@@ -186,15 +186,15 @@ def run(work: Rows) -> None:
         peers is not None,
         plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else chip_of(index),
     )
-    partial, ticket = (0, 0) if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
+    space = NO_WORKSPACE if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     exponents = None if figures is None else x.new_empty(rows * warps, dtype=torch.float32)
     launcher(
         rows,
         *addresses,
         *Sizes(
             exponents=0 if exponents is None else exponents.data_ptr(),
-            partial=partial,
-            ticket=ticket,
+            partial=space.partial,
+            ticket=space.ticket,
             rows=rows,
             vocab=vocab,
             x_stride=strides[0],
