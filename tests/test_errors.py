@@ -44,6 +44,12 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         ),
         (lambda: kullback.divergence(X[0, 0], None, labels=LABELS[0]), ValueError, ["input must have the shape"]),
         (lambda: kullback.divergence(NESTED, None, labels=LABELS), TypeError, ["input", "nested", "values()"]),
+        (
+            lambda: kullback.divergence(X, "junk", labels=LABELS, divergence_weight=0),
+            TypeError,
+            ["target must be", "str"],
+        ),
+        (lambda: kullback.divergence(X, X[:2], labels=LABELS, divergence_weight=0), ValueError, ["same shape"]),
         (lambda: kullback.kl_div(X, X, log_target="yes"), TypeError, ["log_target must be True or False", "'yes'"]),
         (lambda: kullback.LinearDivergenceLoss("kl", form="probs"), ValueError, ["no argument 'form' of this"]),
         (lambda: kullback.DivergenceLoss(divergence_weight=0, inplace=True), ValueError, ["inplace=True needs"]),

@@ -1,5 +1,6 @@
 """ModelOpt's `KDTrainer._liger_kd_loss`, against the formula of Liger's fused loss in float64."""
 
+import contextlib
 import types
 
 import pytest
@@ -36,8 +37,19 @@ class Trainer:
         return compute()
 
     def _teacher_liger_enabled(self, compute, lm_head):
-        self.gathered.append(lm_head)
-        return compute()
+        with self._ds_gather([lm_head.weight]):
+            return compute()
+
+    @contextlib.contextmanager
+    def _ds_gather(self, parameters):
+        """As ZeRO-3 does: outside it they have no elements."""
+        self.gathered += parameters
+        pieces = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = getattr(parameter, "whole", parameter.data)
+        yield
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.data = piece
 
 
 def textbook(hidden, weight, target, its_weight, labels, beta, temperature):
@@ -74,7 +86,7 @@ def test_the_loss_is_theirs(dtype, beta):
     trainer = Trainer(head, its_head, target.float(), beta, 1.7)
     loss = trainer._liger_kd_loss(types.SimpleNamespace(logits=given), labels, num_items_in_batch=7)
     assert kullback.backend_info().name in ("c", "cuda")
-    assert trainer.gathered == ["student", its_head]
+    assert [id(each) for each in trainer.gathered[1:]] == [id(its_head.weight)]
     assert trainer._last_teacher_outputs is None
     assert relative_error(loss, expected) < LOSS
     for found, other in zip(torch.autograd.grad(loss, (given, head.weight)), exact, strict=True):
@@ -97,10 +109,13 @@ def test_heads_are_read_where_they_are_gathered():
 
 
 def test_biases_count_and_the_teacher_learns_nothing():
+    """Of a teacher that ZeRO-3 has in pieces, too."""
     head, its_head, hidden, target, labels = made(torch.float32, bias=True)
     one = torch.ones(BATCH, TOKENS, 1)
     logits = lambda states, of: (torch.cat([states, one], -1), torch.cat([of.weight, of.bias[:, None]], 1))
     sides = [t.detach().double() for t in (*logits(hidden, head), *logits(target, its_head))]
+    for parameter in its_head.parameters():
+        parameter.whole, parameter.data = parameter.data, parameter.data.new_empty(0)
     trainer = Trainer(head, its_head, target, 0.5, 1.0)
     loss = trainer._liger_kd_loss(types.SimpleNamespace(logits=hidden), labels)
     assert relative_error(loss, textbook(*sides, labels, 0.5, 1.0)) < LOSS

@@ -157,6 +157,8 @@ def test_smoothed_labels():
         loss = student(**given).loss
     assert relative_error(loss, textbook(student, teacher, given) + 0.5 * own) < 2e-5
     for options in ({}, {"label_weight": 0.5, "temperature": 2.0}):
+        with pytest.raises(ValueError, match="with a divergence_weight of 0 labels count alone"):
+            distil(student, teacher, divergence_weight=0.0, **options)
         with pytest.raises(ValueError, match="label_smoothing goes with a label_weight, and with temperature 1"):
             distil(student, teacher, label_smoothing=0.1, **options)
     with pytest.raises(ValueError, match="a model's loss is the mean of its tokens; got reduction='sum'"):

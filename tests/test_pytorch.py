@@ -431,6 +431,17 @@ def test_rows_of_weight_0_whose_loss_is_infinite(backend, kind, with_labels):
 
 
 @pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_an_infinite_loss_is_no_row_of_weight_0(backend, reduction):
+    """Its slope is 0 in a renyi's sum; what comes of it is no number, and not nothing."""
+    x = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
+    y = torch.tensor([[0.2, 0.3, 0.5]]).log()
+    loss = kullback.divergence(x, y, "renyi", target_form="log_probs", alpha=2.0, reduction=reduction).sum()
+    assert loss == torch.inf
+    assert torch.autograd.grad(loss, x)[0].isnan().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
 def test_a_large_mask_of_one_side(backend):
     """What its product with an order rounds is no mass."""
     x, y = torch.tensor([[0.08, -1e17]], dtype=torch.float64), torch.tensor([[0.137, 0.07]], dtype=torch.float64)

@@ -183,8 +183,8 @@ def divergence(
         row_weight: float, integer or bool, `input.shape[:-1]`, of either sign. A row of weight 0 is not read: garbage
             or NaN in it cannot reach the value or a gradient; its loss counts as 0, in the weight's own gradient too.
         reduction: "none" gives weight · divergence of each row, "sum" their sum, "mean" the sum divided by
-            Σ weight, or by `normalizer`.
-        normalizer: positive number or 0-d tensor (never read on the host) for "mean".
+            Σ weight, or by `normalizer`; by 1 where that is 0.
+        normalizer: positive number or 0-d tensor (never read on the host, nor checked) for "mean".
         group: a process group whose ranks share the vocabulary (tensor parallelism): each passes its slice of every
             row, of any width, and gets the same loss to the bit and the gradients of its slice. `valid_vocab` is then
             of the slice. Ranks meet in one all-gather of the rows' numbers, with jensen_shannon, skew_kl and
@@ -228,6 +228,9 @@ def divergence(
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
     checks.check_flag("inplace", inplace)
     if target is None or divergence_weight == 0:
+        if target is not None:
+            checks.check_pair(input, target)
+            checks.valid_vocab(valid_vocab, input, target)
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)
         checks.problem(params, kind, form, target_form, *scales)
@@ -451,8 +454,9 @@ def topk_divergence(
             softmax over the k: they do not go with `tail` "bucket".
         tail: "bucket", "renormalize", "zero" or "support".
         temperature: divides the student's logits; no factor T² is applied.
-        target_temperature: of the teacher, by default the same: p^(1/T), normalised. For a bucket the tokens outside
-            the ids are taken to share its mass equally. Give 1 where the entries were stored at their temperature.
+        target_temperature: of the teacher, by default the same: p^(1/T), normalised over the whole vocabulary. The
+            tokens outside the ids are taken to share their mass equally, whatever the tail, but for "renormalize".
+            Give 1 where the entries were stored at their temperature.
         logit_scale: of the student's logits, as of `divergence`.
         softcap: the same.
         valid_vocab: how many elements of the student's row count.

@@ -266,7 +266,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
             parts = []
             for window in windows:
                 try:
-                    parts.append(said(model, window[window != NO_TOKEN].long(), what, dtype))
+                    parts.append(stored_rows(model, window[window != NO_TOKEN].long(), what, dtype))
                 except IndexError as error:  # of positions that are no table of weights
                     raise MismatchError(
                         f"the model does not read {int((window != NO_TOKEN).sum())} tokens together ({error}): "
@@ -369,14 +369,13 @@ def final_norm(model: Model) -> dict[str, Tensor]:
     return {}
 
 
-def said(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
+def stored_rows(model: Model, ids: Tensor, what: str, dtype: torch.dtype) -> Tensor:
     """Of a window, all rows but the last, whose next token is not known."""
     head = integration.head_of(model)
     with torch.no_grad():
         inputs = {"input_ids": ids[None].to(head.weight.device), "use_cache": False}
-        rows = integration.hidden_states(model, inputs)[0, :-1]
-        if what == "logits":
-            rows = model(**inputs).logits[0, :-1]
+        whole = model(**inputs).logits if what == "logits" else integration.hidden_states(model, inputs)
+        rows = whole[0, :-1]
     kept = rows.to(dtype).cpu().contiguous()
     if kept.isinf().any() and not rows.isinf().any():
         raise MismatchError(

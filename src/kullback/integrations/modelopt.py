@@ -60,5 +60,11 @@ def liger_kd_loss(self: Any, outputs: Any, labels: Tensor, **kwargs: Any) -> Ten
             **parameter,
         )
 
-    gathered: Tensor = self._sharded_liger_compute(lambda: self._teacher_liger_enabled(loss, teacher))
+    def with_bias() -> Tensor:
+        if teacher.bias is None:
+            return loss()
+        with self._ds_gather([teacher.bias]):  # the trainer gathers the teacher's weight alone
+            return loss()
+
+    gathered: Tensor = self._sharded_liger_compute(lambda: self._teacher_liger_enabled(with_bias, teacher))
     return gathered

@@ -115,6 +115,11 @@ def distil(
             "label_smoothing goes with a label_weight, and with temperature 1; got label_weight "
             f"{label_weight} and temperature {options.get('temperature', 1.0)}"
         )
+    if options.get("divergence_weight", 1.0) == 0 and not (label_weight and is_fused):
+        raise ValueError(
+            "with a divergence_weight of 0 labels count alone, so they need a label_weight, and temperature 1; got "
+            f"label_weight {label_weight} and temperature {options.get('temperature', 1.0)}"
+        )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
     if "forward" in vars(model):
         if "_original_forward" in vars(model):
@@ -137,9 +142,8 @@ def distil(
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    unread = (
-        set(names) - set(TYPES) - set(inspect.signature(model.get_decoder().forward).parameters) - set(NOT_OF_DECODERS)
-    )
+    read = inspect.signature(model.get_decoder().forward).parameters
+    unread = set(names) - set(TOKEN_TYPES) - set(read) - set(NOT_OF_DECODERS)
 
     @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
     def forward(self: Model, *positional: Any, **batch: Any) -> Any:
@@ -211,7 +215,7 @@ def distil(
 
 
 # Of a batch with images these say which tokens are theirs. Without images they say nothing.
-TYPES = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 # Of soft prompts
 OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
 # What a cross-entropy of its own shares with the divergence.

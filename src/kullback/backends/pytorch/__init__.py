@@ -108,7 +108,7 @@ def _rows(work: Rows) -> None:
                 sum_q = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, labels)
                 state = state._replace(d_log_q=sum_q)
                 upstream = weighted(torch.full_like(sum_q, work.scale), weight)
-            chunk.write(work, part, state, grad_out, skips=weight is not None, upstream=upstream)
+            chunk.write(work, part, state, grad_out, None if weight is None else weight == 0, upstream)
     if needs_sums:
         _finish(work, found, of_labels)
 
@@ -213,10 +213,10 @@ class Chunk:
         rows: slice,
         state: RowState | None,
         grad_out: Tensor | float,
-        skips: bool,
+        skipped: Tensor | None,
         upstream: Tensor | None,
     ) -> None:
-        """Fill these rows of the wanted gradients; a row of grad_out 0 gets zeros, whatever it holds.
+        """Fill these rows of the wanted gradients; one that is `skipped` gets zeros, whatever it holds.
 
         `upstream`: of the losses of rows that are more than divergences.
         """
@@ -227,7 +227,7 @@ class Chunk:
             if upstream is not None and self.problem.weights.label:
                 width = part.stop - part.start
                 marks = auxiliary.marks(self.problem, labels, upstream, tokens, part.start, width)
-            piece.write(outputs, state, grad_out, skips, marks)
+            piece.write(outputs, state, grad_out, skipped, marks)
 
 
 def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -222,10 +222,10 @@ class Piece:
         outputs: Sequence[Tensor | None],
         state: RowState | None,
         grad_out: Tensor | float,
-        skips: bool,
+        skipped: Tensor | None,
         marks: Marks | None = None,
     ) -> None:
-        """Fill the wanted gradients. `skips`: whether rows of grad_out 0 are not to be read."""
+        """Fill the wanted gradients: of rows that are `skipped`, and not to be read, with zeros."""
         if self.way is Way.FAST and state is not None:
             rest = torch.nonzero(state.mode != Mode.FAST).squeeze(1)
             if len(rest) == len(state.mode):
@@ -234,20 +234,21 @@ class Piece:
                 found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
                 upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
                 known = RowState._make(number[rest] for number in state)
-                self.select(rest).write(found, known, upstream, skips, None if marks is None else marks.select(rest))
-                self._write(outputs, state, grad_out, skips, marks)
+                left_out = None if skipped is None else skipped[rest]
+                self.select(rest).write(found, known, upstream, left_out, None if marks is None else marks.select(rest))
+                self._write(outputs, state, grad_out, skipped, marks)
                 for out, others in zip(outputs, found, strict=True):
                     if out is not None and others is not None:
                         out[rest] = others
                 return
-        self._write(outputs, state, grad_out, skips, marks)
+        self._write(outputs, state, grad_out, skipped, marks)
 
     def _write(
         self,
         outputs: Sequence[Tensor | None],
         state: RowState | None,
         grad_out: Tensor | float,
-        skips: bool,
+        skipped: Tensor | None,
         marks: Marks | None,
     ) -> None:
         if self.problem.has_logits and state is not None:
@@ -265,11 +266,9 @@ class Piece:
                     result, factor = marks.take_off(result * column), 1.0
                 if side.softcap:
                     result = result * softcap_grad(self.values[name], side.softcap)
-                if skips and isinstance(column, Tensor):
-                    is_skipped = column == 0
-                    # The other ways are a CPU's, which may look whether there are any.
-                    if self.way in (Way.EXACT, Way.PARTIALS) or bool(is_skipped.any()):
-                        result = torch.where(is_skipped, 0, result)
+                # The other ways are a CPU's, which may look whether there are any.
+                if skipped is not None and (self.way in (Way.EXACT, Way.PARTIALS) or bool(skipped.any())):
+                    result = torch.where(skipped.unsqueeze(-1), 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
 
     def _pulled_back(self, names: Sequence[str]) -> dict[str, Tensor]:
