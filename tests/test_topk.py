@@ -1,5 +1,6 @@
 """Teachers known at k tokens: against the textbook's k + 1 outcomes, and the dense loss where k is everything."""
 
+import functools
 import itertools
 import math
 
@@ -392,8 +393,8 @@ def test_second_derivatives(generator, form, tail, options, reduction):
             x, log_p, ids, kind, form=form, tail=tail, reduction=reduction, **scaled, **options
         )
 
-    assert torch.autograd.gradgradcheck(loss, (x,))
-    assert torch.autograd.gradgradcheck(lambda x: loss(x, "renyi"), (x,))
+    for kind in ("kl", "renyi"):
+        assert torch.autograd.gradgradcheck(functools.partial(loss, kind=kind), (x,), fast_mode=True)
 
 
 def test_second_derivatives_of_rows_that_are_not_read(generator):

@@ -60,9 +60,10 @@ class Models(NamedTuple):
     @property
     def of_rows(self) -> tuple[Tensor | None, ...]:
         """Those that have a number for each row, in the order of `Operands.of_rows`."""
-        return self[7:]
+        return self[ROW_WEIGHT:]
 
 
+ROW_WEIGHT = Models._fields.index("row_weight")
 GRADIENTS = 6  # of the first operands, at most
 
 
@@ -342,17 +343,17 @@ def plan_chunks(
             streamed += wide + (own if wide > own and any(wanted) else 0)
     if kept and streamed:
         share = (WIDE_STREAMED if widens else STREAMED) * streamed
-        most = _even(most_bytes // max(share, kept + streamed))
+        most = _whole_tiles(most_bytes // max(share, kept + streamed))
         largest = most * max(1, (most_bytes // most - streamed) // kept)
     else:
         most = most_bytes // max(1, kept + streamed)
         if streamed:  # what passes needs no more memory on a large GPU, but for rows that are enough
             most = min(most, max(ENOUGH, CHUNK_BYTES // streamed))
-        most = largest = _even(most)
+        most = largest = _whole_tiles(most)
     blocks = math.ceil(rows / largest)
     each = math.ceil(rows / max(1, blocks)) if blocks < 2 or largest < FILLING else largest // FILLING * FILLING
     if kept and streamed and blocks < 2:  # all rows are kept, and what memory is left is for those that pass
-        most = max(most, min(_even((most_bytes - each * kept) // streamed, LARGE_TILE), ENOUGH))
+        most = max(most, min(_whole_tiles((most_bytes - each * kept) // streamed, LARGE_TILE), ENOUGH))
     tile = TILE if blocks > 1 or most < LARGE_TILE else LARGE_TILE
     several = math.ceil(each / most)
     step = max(1, math.ceil(each / max(1, several)))
@@ -361,7 +362,7 @@ def plan_chunks(
     return step, student, teacher
 
 
-def _even(rows: int, tile: int = TILE) -> int:
+def _whole_tiles(rows: int, tile: int = TILE) -> int:
     """At most so many, of whole tiles if there is one."""
     return max(1, rows if rows < tile else rows // tile * tile)
 
@@ -516,7 +517,8 @@ class LinearPerRow(torch.autograd.Function):
         state, *saved = ctx.saved_tensors
         task, models = ctx.task, Models(*saved)
         row_weight = weighted(widened(grad_out), models.row_weight)
-        models = Models(*tuple(models)[:7], row_weight, *tuple(models)[8:])  # type: ignore[call-arg, arg-type]
+        given = tuple(models)  # Dynamo knows no `_replace`
+        models = Models(*given[:ROW_WEIGHT], row_weight, *given[ROW_WEIGHT + 1 :])  # type: ignore[call-arg, arg-type]
         if is_traced(*(t for t in models if t is not None)):
             scalars = as_arguments(scalars_of(task))
             gradients = torch.ops.kullback.linear_gradient.default(*models, key_of(task), *scalars, state)
@@ -534,7 +536,7 @@ def _spread(ctx: Context, gradients: Sequence[Tensor]) -> Gradients:
 
 
 def _asked(models: Models, key: str, scalars: Scalars, symbols: Tensor | None) -> Task:
-    """An operator's task, with the gradients that its caller will ask for: those of whom exported it may be others."""
+    """An operator's task, with the gradients that its caller will ask for: whoever exported it may have had others."""
     wants = tuple(t is not None and t.requires_grad for t in models[:GRADIENTS])
     return decode_task(key, as_numbers(scalars, symbols))._replace(wants=wants)
 

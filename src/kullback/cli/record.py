@@ -241,7 +241,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     _check_known(folder, about)
     _check_tokens(model, text.tokens)
     check_own(folder)
-    about["model_sha256"] = fingerprint(model)  # behind what takes no time
+    about["model_fingerprint"] = fingerprint(model)  # behind what takes no time
     _check_known(folder, about)
     folder.mkdir(parents=True, exist_ok=True)
     columns = {"tokens": text.tokens, "document": text.document, "group": text.group}
@@ -280,11 +280,10 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
 
 
 def _check_known(folder: Path, about: dict[str, Any]) -> None:
-    """That a recording which has begun is the same. Earlier ones had no checksum of all weights."""
+    """That a recording which has begun is the same."""
     if not (folder / runs.HEADER).exists():
         return
     known = runs.header_of(folder)
-    known = {"model_sha256": about.get("model_sha256"), **known}
     other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
     if other:
         raise MismatchError(

@@ -4,7 +4,7 @@ INLINE real safe_log(real x)
 {
     const int subnormal = x < SMALLEST_NORMAL;
     const real raised = in_range_log(subnormal ? x * RAISE : x);
-    const real finite = raised - (subnormal ? (real)(RAISE_EXPONENT * 0.6931471805599453) : (real)0);
+    const real finite = raised - (subnormal ? (real)(RAISE_EXPONENT * LN2) : (real)0);
     const real large = x < (real)INFINITY ? finite : x; /* +inf and NaN are themselves */
     const real positive = x == 0 ? -(real)INFINITY : large;
     return x < 0 ? (real)NAN : positive;

@@ -10,6 +10,7 @@
 #define UNROLL_LOOP
 #define HAS_FAST_LOGARITHM 0
 #define REAL_INFINITY ((real)INFINITY)
+#define LN2 0.6931471805599453
 
 #if REAL_IS_DOUBLE
 typedef double real;

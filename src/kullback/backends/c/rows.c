@@ -55,10 +55,10 @@ typedef struct {
 /* Where terms are masses times small logarithms, rows between are near: their gradients are good, and of their sums the
    terms of tokens that have more than 2^-10 of a mass are found again. */
 #define MIN_NEAR_SUM (SLOPES_ARE_LOGS ? 2e-4 : MIN_FAST_SUM)
-#define LEAST_SUM_OF_NEAR 1.001 /* Σ exp against the maximum */
+#define SURE_SUM_EXP 1.001 /* against the maximum: less is of a row that one token has */
 /* What is left of moments is off by a few roundings of 1: where polynomials serve, less than this is summed again. */
-#define LEAST_SUM_OF_MOMENTS 0.1
-#define LEAST_EXACT_SUM 1.0 /* of moments: less shows how spans were added */
+#define MIN_MOMENTS_SUM 0.1
+#define MAX_REFINED_SUM 1.0 /* less, found of moments, shows how spans were added */
 #define HEAVY_LOG_MASS -6.9314718f
 enum { HEAVY_SPAN = 64 };
 /* Of Σ p^a q^(1-a) against maxima: smaller ones have lost terms that underflowed. */
@@ -167,8 +167,8 @@ static Element of_moments(Statistics s, double exponent, Parameters parameters, 
 {
     const double shift = log2(s.x_sum_exp / s.y_sum_exp);
     *chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
-    return from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * 0.6931471805599453),
-                        (real)((s.q_log_ratio / s.x_sum_exp + shift) * 0.6931471805599453), (real)*chernoff, parameters);
+    return from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * LN2),
+                        (real)((s.q_log_ratio / s.x_sum_exp + shift) * LN2), (real)*chernoff, parameters);
 }
 #endif
 #endif
@@ -252,7 +252,7 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, Parameters parameters, const Arguments *a,
                     Found *found)
 {
-    const int is_sure = found->input.sum_exp < LEAST_SUM_OF_NEAR || found->target.sum_exp < LEAST_SUM_OF_NEAR;
+    const int is_sure = found->input.sum_exp < SURE_SUM_EXP || found->target.sum_exp < SURE_SUM_EXP;
     if (is_sure || a->verb != VERB_LOSS || a->input_temperature != a->target_temperature)
         return 0;
     found->sums = (Sums){ 0, 0, 0, 0 };
@@ -263,10 +263,10 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
 #endif
 
 #if HAS_FAST
-/* Both softmaxes and the sums of a row that is far, or near; false where it is not. `is_near`: whether the row is known to
+/* Both softmaxes and the sums of a row that is far, or near; false where it is not. `is_untilted`: whether the row is known to
    need no log-sum-exp of its tilted masses. */
 static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
-                    const Arguments *a, Found *found, int *is_near)
+                    const Arguments *a, Found *found, int *is_untilted)
 {
     (void)d_input;
 #if HAS_CHERNOFF
@@ -281,7 +281,7 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #if HAS_MOMENTS
     double chernoff;
     Element whole = of_moments(s, exponent, parameters, &chernoff);
-    if (fabs(whole.term) < LEAST_EXACT_SUM) {
+    if (fabs(whole.term) < MAX_REFINED_SUM) {
         s = refined(s, &large, x, y, n, softcaps, *row, (real)exponent);
         whole = of_moments(s, exponent, parameters, &chernoff);
     }
@@ -293,8 +293,8 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #if HAS_MOMENTS
     found->sums = (Sums){ whole.term, whole.d_log_p, whole.d_log_q, 0 };
 #if HAS_TILTED_LSE
-    *is_near = fabs(log(chernoff)) < FAR_TILTED_LSE;
-    if (!*is_near) {
+    *is_untilted = fabs(log(chernoff)) < FAR_TILTED_LSE;
+    if (!*is_untilted) {
         if (!(s.chernoff > MIN_CHERNOFF && is_well_conditioned(found->sums, MIN_FAST_SUM)))
             return 0;
         found->tilted_lse = log(chernoff);
@@ -325,12 +325,12 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #endif
 #if HAS_NEAR && HAS_MOMENTS
     const Sums moments = found->sums;
-    if (fabs(moments.term) < LEAST_SUM_OF_MOMENTS && sum_near(x, y, n, row, softcaps, parameters, a, found))
+    if (fabs(moments.term) < MIN_MOMENTS_SUM && sum_near(x, y, n, row, softcaps, parameters, a, found))
         return 1;
     found->sums = moments;
 #endif
     found->mode = FAST;
-    (void)is_near;
+    (void)is_untilted;
     return is_well_conditioned(found->sums, MIN_NEAR_SUM);
 }
 #endif
@@ -350,13 +350,13 @@ static void sum_exponentials(const X *x, const Y *y, int64_t n, const Row *row, 
 
 /* Both softmaxes and the sums of any row */
 static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
-                     const Arguments *a, Found *found, int is_near)
+                     const Arguments *a, Found *found, int is_untilted)
 {
     sum_exponentials(x, y, n, row, softcaps, found);
     found->mode = SAFE;
-    (void)is_near;
+    (void)is_untilted;
 #if HAS_TILTED_LSE
-    if (!is_near) {
+    if (!is_untilted) {
         found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
         const double lse = tilted_lse(x, y, n, *row, softcaps, parameters);
@@ -391,7 +391,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
 static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
                     const Arguments *a, Found *found)
 {
-    int is_near = 0;
+    int is_untilted = 0;
     (void)d_input;
     *found = (Found){ { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
 #if INPUT_IS_LOGITS
@@ -407,11 +407,11 @@ static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     }
 #if HAS_FAST
     if (fabs(found->input.max) < INFINITY && fabs(found->target.max) < INFINITY
-        && sum_fast(x, y, d_input, n, row, softcaps, parameters, a, found, &is_near))
+        && sum_fast(x, y, d_input, n, row, softcaps, parameters, a, found, &is_untilted))
         return;
     found->tilted_lse = 0;
 #endif
-    sum_safe(x, y, n, row, softcaps, parameters, a, found, is_near);
+    sum_safe(x, y, n, row, softcaps, parameters, a, found, is_untilted);
 }
 #endif
 
@@ -497,7 +497,7 @@ static Label label_of(const Arguments *a, int64_t r, const X *x, const Y *y, int
     return label;
 }
 
-/* What the row loses beside its divergence, and what of that multiplies q in the gradient */
+/* What the row loses beside its divergence */
 static double labelled_loss(const Arguments *a, Label label, double lse)
 {
     if (label.token == NO_LABEL)
@@ -506,6 +506,8 @@ static double labelled_loss(const Arguments *a, Label label, double lse)
     const double of_label = a->label_weight ? a->label_weight * (lse - logit * (double)(real)(1 / a->input_temperature)) : 0;
     return of_label + (a->z_weight ? a->z_weight * lse * lse : 0);
 }
+
+/* What of that multiplies q in the gradient */
 static double mass_factor(const Arguments *a, Label label, double lse)
 {
     return label.token == NO_LABEL ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
@@ -526,6 +528,30 @@ static void clear(const Arguments *a, int64_t r, int64_t n)
         for (int field = 0; field < fields_found(a); field++)
             keep(a, field, r, 0);
 }
+
+#if HAS_LOGITS
+static void read_state(const Arguments *a, int64_t r, Found *found)
+{
+    found->input = softmax_of(known(a, STATE_INPUT_LSE, r), a->input_temperature);
+    found->target = softmax_of(known(a, STATE_TARGET_LSE, r), a->target_temperature);
+    found->log_z_diff = known(a, STATE_LOG_Z_DIFF, r);
+    found->sums = (Sums){ 0, known(a, STATE_D_LOG_P, r), known(a, STATE_D_LOG_Q, r), 0 };
+    found->mode = (int)known(a, STATE_MODE, r);
+#if HAS_TILTED_LSE
+    found->tilted_lse = known(a, STATE_TILTED_LSE, r);
+#endif
+}
+
+static void read_statistics(const Arguments *a, int64_t r, Found *found)
+{
+    found->input = softmax_of(known(a, STATS_INPUT_LSE, r), a->input_temperature);
+    found->target = softmax_of(known(a, STATS_TARGET_LSE, r), a->target_temperature);
+    found->log_z_diff = known(a, STATS_TARGET_LSE, r) - known(a, STATS_INPUT_LSE, r);
+#if HAS_TILTED_LSE
+    found->tilted_lse = known(a, STATS_TILTED_LSE, r);
+#endif
+}
+#endif
 
 /* The row's part of what the verb asks for; returns its weighted loss. */
 static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters parameters)
@@ -550,22 +576,10 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
 #if HAS_LOGITS
     if (has_state) {
-        found.input = softmax_of(known(a, STATE_INPUT_LSE, r), a->input_temperature);
-        found.target = softmax_of(known(a, STATE_TARGET_LSE, r), a->target_temperature);
-        found.log_z_diff = known(a, STATE_LOG_Z_DIFF, r);
-        found.sums = (Sums){ 0, known(a, STATE_D_LOG_P, r), known(a, STATE_D_LOG_Q, r), 0 };
-        found.mode = (int)known(a, STATE_MODE, r);
-#if HAS_TILTED_LSE
-        found.tilted_lse = known(a, STATE_TILTED_LSE, r);
-#endif
+        read_state(a, r, &found);
         set_row(&row, &found, a);
     } else if (a->verb == VERB_ACCUMULATE) {
-        found.input = softmax_of(known(a, STATS_INPUT_LSE, r), a->input_temperature);
-        found.target = softmax_of(known(a, STATS_TARGET_LSE, r), a->target_temperature);
-        found.log_z_diff = known(a, STATS_TARGET_LSE, r) - known(a, STATS_INPUT_LSE, r);
-#if HAS_TILTED_LSE
-        found.tilted_lse = known(a, STATS_TILTED_LSE, r);
-#endif
+        read_statistics(a, r, &found);
         set_row(&row, &found, a);
         sum(x, y, 0, 0, n, row, softcaps, parameters, NO_GRADIENT, &found.sums);
     } else {

@@ -137,6 +137,11 @@ INLINE SlopeSums all_reduced(const Arguments &a, const Pipeline &pipeline, RowGr
     return { values[0], values[1] };
 }
 
+INLINE float all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, float sum)
+{
+    return all_reduced(a, pipeline, group, SlopeSums { sum }).p;
+}
+
 /* Whether what each thread has counted is at most so small a part of a row's sample: of all ranks', who decide alike */
 INLINE bool at_most_one_in(int many, const Arguments &a, const Pipeline &pipeline, RowGroup &group, float counted, float sampled)
 {

@@ -17,16 +17,16 @@ INLINE float upstream_of(GradOut grad_out) { return WANT_INPUT ? grad_out.input 
 INLINE bool is_in_reach(const Slice &slice, const Pipeline &pipeline, const RowStats &stats)
 {
     const Arguments &a = slice.a;
-    float without_sum = 1;
+    float factor = 1; /* of masses, as of `CloseElements` */
 #if HAS_AUXILIARY
     if (SUM_IN_MASSES)
-        without_sum -= shifted_sum(a, label_of(pipeline), stats, 0, 1);
+        factor -= shifted_sum(a, label_of(pipeline), stats, 0, 1);
 #endif
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);
     const float y_log2_z = log2_z(stats.y_max, stats.y_sum_exp, inv_temperature);
     const double loss = WANT_GRADIENT ? weight_of(a, slice.row) * a.scale * divergence_weight(a) : 1;
-    const float upstream = upstream_of(GradOut(a, (float)loss)) * without_sum;
+    const float upstream = upstream_of(GradOut(a, (float)loss)) * factor;
     return warp_all(has_one_temperature(a) && fabsf(y_log2_z - x_log2_z) < 46 && upstream > 1e-18f && upstream < 1e18f);
 }
 
@@ -51,10 +51,10 @@ template <bool SHORT> struct CloseElements {
     {
         in_masses.input = in_masses.target = 1;
         if (HAS_AUXILIARY && SUM_IN_MASSES) {
-            const float without_sum = 1 - fast.input_grad_sum;
-            factor *= without_sum;
-            row.input_grad_sum = fast.input_grad_sum / without_sum;
-            in_masses.target = 1 / without_sum;
+            const float of_input = 1 - fast.input_grad_sum;
+            factor *= of_input;
+            row.input_grad_sum = fast.input_grad_sum / of_input;
+            in_masses.target = 1 / of_input;
         }
         if (!IS_COARSE) {
             row.input_inv_sum_exp = opaque(row.input_inv_sum_exp * factor);
@@ -86,7 +86,7 @@ template <bool SHORT> struct CloseElements {
     }
 };
 
-/* As `find_near_term` */
+/* Adds this thread's part of the row's sum, by log-ratios and one mass. */
 template <bool WRITES, bool LAST, bool SHORT, bool SURE>
 INLINE void find_close_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                             const Sums &sums, const Row &fast, GradOut grad_out)
@@ -131,8 +131,8 @@ INLINE void find_close_term(RowTerms<SURE> &found, const Slice &slice, Pipeline 
 #if SUMS_FROM_MOMENTS && HAS_NEAR
 /* Adds this thread's part of the row's sum, by polynomials. Where a log-ratio is long, nothing cancels in the fast formula. */
 template <bool WRITES, bool LAST, bool SURE>
-INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
-                           const Sums &sums, bool, GradOut grad_out)
+INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
+                                     const RowStats &stats, const Sums &sums, GradOut grad_out)
 {
     const Arguments &a = slice.a;
     const LogRatio log_ratio(a, opaque(stats));
@@ -223,23 +223,12 @@ INLINE float heavy_term(const Arguments &a, float q, float p, const Row &fast, c
     return stable.term;
 }
 
-/* The same, by the fast formula; terms of few tokens of much mass are found by the stable one. */
+/* Adds this thread's part of the row's sum, by the fast formula; terms of few tokens of much mass are found by the stable one. */
 template <bool WRITES, bool LAST, bool SURE>
-INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
-                           const Sums &sums, bool is_close, GradOut grad_out)
+INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
+                                      const RowStats &stats, const Sums &sums, const Row &row, GradOut grad_out)
 {
     const Arguments &a = slice.a;
-    const Row row = row_constants<FAST>(a, stats, sums);
-#if HAS_NEAR_ELEMENT
-    if (is_close || !REFINES_HEAVY) {
-        /* A difference is exact but of logits that are shorter than it: then it is rounded by 2⁻²⁵ of the ratio and of what its like
-           have in common. Gradients in float32 of sure tokens show that. */
-        const float shared = row.log_z_diff_high;
-        if (IS_COARSE && !IS_16_BIT && warp_all(shared * shared < 32 * fabsf(sums.term)))
-            return find_close_term<WRITES, LAST, true>(found, slice, pipeline, group, stats, sums, row, grad_out);
-        return find_close_term<WRITES, LAST, false>(found, slice, pipeline, group, stats, sums, row, grad_out);
-    }
-#endif
     if (WRITES)
         differentiate_label(a, pipeline, group, [&](float q, float p) {
             return floored_element<FAST>(a, q, p, row).input * grad_out.input;
@@ -315,6 +304,28 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
 #endif
 
 #if SUMS_FROM_MOMENTS
+template <bool WRITES, bool LAST, bool SURE>
+INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
+                           const Sums &sums, bool is_close, GradOut grad_out)
+{
+#if HAS_NEAR
+    find_term_by_polynomials<WRITES, LAST>(found, slice, pipeline, group, stats, sums, grad_out);
+#else
+    const Row row = row_constants<FAST>(slice.a, stats, sums);
+#if HAS_NEAR_ELEMENT
+    if (is_close || !REFINES_HEAVY) {
+        /* A difference is exact but of logits that are shorter than it: then it is rounded by 2⁻²⁵ of the ratio and of what its like
+           have in common. Gradients in float32 of sure tokens show that. */
+        const float shared = row.log_z_diff_high;
+        if (IS_COARSE && !IS_16_BIT && warp_all(shared * shared < 32 * fabsf(sums.term)))
+            return find_close_term<WRITES, LAST, true>(found, slice, pipeline, group, stats, sums, row, grad_out);
+        return find_close_term<WRITES, LAST, false>(found, slice, pipeline, group, stats, sums, row, grad_out);
+    }
+#endif
+    find_term_by_fast_formula<WRITES, LAST>(found, slice, pipeline, group, stats, sums, row, grad_out);
+#endif
+}
+
 /* This thread's part of the row's sum; its gradients are written. is_close: of elements of which hardly one is far; is_sure: of a row
    that one sure token may have */
 template <bool WRITES, bool LAST>

@@ -22,8 +22,8 @@ struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
-    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is to be summed yet: */
-    bool is_close = false;   /* of elements of which hardly one is far */
+    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is still to be summed */
+    bool is_close = false;   /* whether hardly an element of it is far */
     bool is_equal = false;   /* whether its sides are the same, so that its gradients are 0 */
     bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
     SlopeScale cached = { 1, 0 };
@@ -162,10 +162,10 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
     RowMax top = { -REAL_INFINITY, 0 };
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) { top.x = max_nan(top.x, log_tilted(x, y)); });
     top = all_reduced(a, pipeline, group, top);
-    double sum = 0;
-    each_element<false>(slice, pipeline, group, [&](float x, float y, int) { sum += (double)safe_exp(log_tilted(x, y) - top.x); });
-    found.sums = all_reduced(a, pipeline, group, Sums { (float)sum });
-    const float lse = top.x == REAL_INFINITY ? top.x : top.x + logf(found.sums.term);
+    double sum_exp[1] = {};
+    each_element<false>(slice, pipeline, group, [&](float x, float y, int) { sum_exp[0] += (double)safe_exp(log_tilted(x, y) - top.x); });
+    row_all_reduce(a, pipeline, group, sum_exp, Add());
+    const float lse = top.x == REAL_INFINITY ? top.x : top.x + logf((float)sum_exp[0]);
     found.mode = SAFE;
     found.sums = {};
     if (warp_all(fabsf(lse) >= FAR_TILTED_LSE && lse > -REAL_INFINITY))
@@ -186,7 +186,7 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
             see(at(x, k), at(y, k));
     });
     each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i]), to_real(slice.y()[i])); });
-    return warp_all(all_reduced(a, pipeline, group, SlopeSums { differs ? 1.0f : 0.0f }).p == 0);
+    return warp_all(all_reduced(a, pipeline, group, differs ? 1.0f : 0.0f) == 0);
 }
 
 /* The same, asked of rows that may be: their normalisers are the same. Such a row has nothing to lose, and no gradient. Where that is

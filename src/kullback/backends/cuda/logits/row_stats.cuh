@@ -34,7 +34,7 @@ struct RowStats {
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and what foresees slopes; to base 2 */
     float rests[2 + MOMENTS] = {}; /* of this thread's sums (COMPENSATES) */
 #if WANT_FIGURES
-    float exponents = 0;   /* Σ of the input's masses times their exponents: this thread's part */
+    float weighted_exponents = 0; /* Σ of the input's masses times their exponents: this thread's part */
 #endif
 #if HAS_SMOOTHING
     float exponent_sum = 0; /* Σ of the input's exponents */
@@ -49,32 +49,31 @@ struct RowStats {
 #endif
     bool in_range = false; /* else Σ exp are of exp((x - max)·inv_temperature), and nothing else was summed */
 
-    /* The maxima as exponents */
-    struct Lows {
+    struct MaxExponents {
         float x, y;
     };
-    INLINE Lows lows(const Arguments &a) const
+    INLINE MaxExponents max_exponents(const Arguments &a) const
     {
         return { mul_rn(x_max, base_2(a.input_inv_temperature)), mul_rn(y_max, base_2(a.target_inv_temperature)) };
     }
 
     /* x(k), y(k). GUARDED: of logits that may be -inf; of others a guard changes nothing. */
-    template <int COUNT, bool GUARDED, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, const Lows &low)
+    template <int COUNT, bool GUARDED, typename F, typename G> INLINE void take(F x, G y, const Arguments &a, const MaxExponents &max)
     {
         const float x_scale = base_2(a.input_inv_temperature), y_scale = base_2(a.target_inv_temperature);
-        float x_part = 0, y_part = 0, exponents_part = 0, exponent_part = 0; /* for a sum of few parts is more exact */
+        float x_part = 0, y_part = 0, weighted_part = 0, exponent_part = 0; /* for a sum of few parts is more exact */
         float parts[MOMENTS + !MOMENTS];
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
             const auto add = [=](float &part, float more) { part = k ? part + more : more; };
-            const float x_exponent = fmaf(x(k), x_scale, -low.x), y_exponent = fmaf(y(k), y_scale, -low.y);
+            const float x_exponent = fmaf(x(k), x_scale, -max.x), y_exponent = fmaf(y(k), y_scale, -max.y);
             const float q = ex2(x_exponent), p = ex2(y_exponent);
             if (INPUT_IS_LOGITS)
                 add(x_part, q);
             if (TARGET_IS_LOGITS)
                 add(y_part, p);
             if (WANT_FIGURES)
-                add(exponents_part, q * x_exponent); /* NaN where an exponent is -inf: found again */
+                add(weighted_part, q * x_exponent); /* NaN where an exponent is -inf: found again */
             if (HAS_SMOOTHING)
                 add(exponent_part, x_exponent);
 #if HAS_LOG_RATIOS
@@ -96,7 +95,7 @@ struct RowStats {
         add_part(x_sum_exp, 0, x_part);
         add_part(y_sum_exp, 1, y_part);
 #if WANT_FIGURES
-        exponents += exponents_part;
+        weighted_exponents += weighted_part;
 #endif
 #if HAS_SMOOTHING
         exponent_sum += exponent_part;
@@ -124,13 +123,13 @@ enum {
 
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
-    enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED };
+    enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED + (SPREAD_SHARED && HAS_PEERS) };
 #if COMPENSATES
     typedef double Wide;
 #else
     typedef float Wide;
 #endif
-    Wide values[SAMPLED + (SPREAD_SHARED && HAS_PEERS) + OVERLAP_SHARED];
+    Wide values[OVERLAP + OVERLAP_SHARED];
     const auto whole = [&](float sum, int place) { return (Wide)sum + (Wide)stats.rests[place]; };
     values[0] = whole(stats.x_sum_exp, 0);
     values[1] = whole(stats.y_sum_exp, 1);
@@ -160,9 +159,9 @@ INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGro
 
 #if WANT_FIGURES
 /* A warp's part of Σ q·exponent. Nothing of the row waits for it: all parts are added when all rows have been read. */
-INLINE void keep_exponents(const Arguments &a, unsigned row, const RowGroup &group, float exponents)
+INLINE void keep_exponents(const Arguments &a, unsigned row, const RowGroup &group, float weighted_exponents)
 {
-    const float part = warp_sum(exponents);
+    const float part = warp_sum(weighted_exponents);
     if (threadIdx.x % LOGICAL_WARP == 0)
         a.exponents[((long long)row * group.cluster + cta_rank()) * WARPS + group.thread / LOGICAL_WARP] = part;
 }
@@ -214,13 +213,13 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     RowStats stats;
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
-    const RowStats::Lows low = stats.lows(a);
+    const RowStats::MaxExponents max = stats.max_exponents(a);
     each_vector<FIRST, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long, int) {
-        stats.take<WIDTH, GUARDED>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, low);
+        stats.take<WIDTH, GUARDED>([&](int k) { return input_of(a, at(x, k)); }, [&](int k) { return target_of(a, at(y, k)); }, a, max);
     });
     each_edge(slice, group, [&](int i) {
         const float x = input_of(a, to_real(slice.x()[i])), y = target_of(a, to_real(slice.y()[i]));
-        stats.take<1, GUARDED>([=](int) { return x; }, [=](int) { return y; }, a, low);
+        stats.take<1, GUARDED>([=](int) { return x; }, [=](int) { return y; }, a, max);
     });
     if (SAMPLES_SPREAD) {
         float before = 0;
@@ -233,11 +232,11 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
             stats.sampled = (float)sampled_pairs(slice, group);
     }
 #if WANT_FIGURES
-    if (!warp_all(stats.exponents == stats.exponents)) { /* of logits that are -inf */
-        double exponents = 0;
+    if (!warp_all(stats.weighted_exponents == stats.weighted_exponents)) { /* of logits that are -inf */
+        double weighted = 0;
         const auto see = [&](float x) {
-            const float exponent = finite_ratio(fmaf(input_of(a, x), base_2(a.input_inv_temperature), -low.x));
-            exponents += (double)(ex2(exponent) * exponent);
+            const float exponent = finite_ratio(fmaf(input_of(a, x), base_2(a.input_inv_temperature), -max.x));
+            weighted += (double)(ex2(exponent) * exponent);
         };
         /* by vectors, of which each thread has those that it had: other warps keep what they found */
         each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &, long long, int) {
@@ -246,13 +245,13 @@ INLINE RowStats row_stats(const Slice &slice, Pipeline &pipeline, RowGroup &grou
                 see(at(x, k));
         });
         each_edge(slice, group, [&](int i) { see(to_real(slice.x()[i])); });
-        stats.exponents = (float)exponents;
+        stats.weighted_exponents = (float)weighted;
     }
-    keep_exponents(a, slice.row, group, stats.exponents);
+    keep_exponents(a, slice.row, group, stats.weighted_exponents);
 #endif
     stats = all_reduced(a, pipeline, group, stats);
 #if HAS_SMOOTHING
-    stats.exponent_sum = all_reduced(a, pipeline, group, SlopeSums { stats.exponent_sum }).p;
+    stats.exponent_sum = all_reduced(a, pipeline, group, stats.exponent_sum);
 #endif
     return stats;
 }
@@ -394,26 +393,26 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
                 return true;
         }
     }
-    double x_sum_exp = 0, y_sum_exp = 0, exponents = 0, exponent_sum = 0;
+    double sums[3] = {}, weighted = 0; /* Σ exp of x and of y, Σ of exponents */
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) {
         const float exponent = (input_of(a, x) - row_max.x) * a.input_inv_temperature, q = safe_exp(exponent);
-        x_sum_exp += (double)q;
-        if (WANT_FIGURES)
-            exponents += (double)(q * finite_ratio(exponent));
+        sums[0] += (double)q;
+        sums[1] += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
         if (HAS_SMOOTHING)
-            exponent_sum += (double)exponent;
-        y_sum_exp += (double)safe_exp((target_of(a, y) - row_max.y) * a.target_inv_temperature);
+            sums[2] += (double)exponent;
+        if (WANT_FIGURES)
+            weighted += (double)(q * finite_ratio(exponent));
     });
-    const Sums sums = all_reduced(a, pipeline, group, Sums { (float)x_sum_exp, (float)y_sum_exp, (float)exponent_sum });
+    row_all_reduce(a, pipeline, group, sums, Add());
     stats.x_max = row_max.x;
     stats.y_max = row_max.y;
-    stats.x_sum_exp = sums.term;
-    stats.y_sum_exp = sums.d_log_p;
+    stats.x_sum_exp = (float)sums[0];
+    stats.y_sum_exp = (float)sums[1];
 #if HAS_SMOOTHING
-    stats.exponent_sum = sums.d_log_q;
+    stats.exponent_sum = (float)sums[2];
 #endif
 #if WANT_FIGURES
-    keep_exponents(a, slice.row, group, (float)exponents);
+    keep_exponents(a, slice.row, group, (float)weighted);
 #endif
     return false;
 }

@@ -46,7 +46,7 @@ INLINE float light_mass(const Slice &slice, Pipeline &pipeline, RowGroup &group,
         heavy_mass += fast_logit_mass(target_of(a, y), log2_z_y, a.target_inv_temperature, 1);
     });
     return mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature)
-        - all_reduced(a, pipeline, group, SlopeSums { heavy_mass }).p;
+        - all_reduced(a, pipeline, group, heavy_mass);
 }
 
 /* Writes the gradients of tokens of much mass again, less their shares of what the row's gradients sum to (with labels: beyond what
