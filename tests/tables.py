@@ -127,16 +127,17 @@ def regimes():
     return runpy.run_path(str(ROOT / "benchmarks/regimes.py"))["tables"](results)
 
 
-def real_rows(name):
-    """Milliseconds with a student's gradient, and the share of three passes' time in it."""
+def real_rows(name, beside=None):
+    """Milliseconds with a student's gradient, and the share of three passes' time in it; of kinds that `beside` lacks."""
     report = load(name)
+    others = {result["case"]["kind"] for result in load(beside)["results"]} if beside else ()
     cells = {}
     for result in report["results"]:
         case = result["case"]
         entry = next(e for e in result["results"] if e["task"] == "forward + gradient")
         row = cells.setdefault((case["source"], case["student"], f"{case['rows']} × {case['vocab']}"), {})
         row[case["kind"]] = f"{entry['seconds'] * 1e3:.2f} ({entry['of_ceiling']:.2f})"
-    kinds = list(next(iter(cells.values())))
+    kinds = [kind for kind in next(iter(cells.values())) if kind not in others]
     lines = ["| rows | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
     for (source, student, shape), row in cells.items():
         lines.append(f"| {source}, {student}, {shape} | " + " | ".join(row.get(kind, "") for kind in kinds) + " |")
@@ -636,9 +637,9 @@ PERFORMANCE = (
     section("shapes", functools.partial(logits, "h200/shapes", 1.0, TASKS[:2])),
     section("rivals, random rows", rivals_on_random_rows),
     section("real rows", functools.partial(real_rows, "h200/real")),
-    section("real rows, other kinds", functools.partial(real_rows, "h200/real_others")),
+    section("real rows, other kinds", functools.partial(real_rows, "h200/real_others", "h200/real")),
     section("real rows, H100", functools.partial(real_rows, "h100/real")),
-    section("real rows, other kinds, H100", functools.partial(real_rows, "h100/real_others")),
+    section("real rows, other kinds, H100", functools.partial(real_rows, "h100/real_others", "h100/real")),
     section("rivals", rivals_on_real_rows),
     section("rivals, float32", rivals_in_float32),
     section("real rows, CPU", real_rows_on_a_cpu),
