@@ -64,6 +64,16 @@ NO_LABELS = (
 )
 
 
+# Of a batch with images these say which tokens are theirs. Without images they say nothing.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+# Of soft prompts
+OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
+# What a cross-entropy of its own shares with the divergence.
+OPTIONS_OF_LABELS = ("valid_vocab", "reduction", "chunk_rows", "logits_dtype")
+# What a model's forward takes and its decoder does not.
+NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+
+
 def distil(
     student: nn.Module, teacher: nn.Module, kind: Kind | str = "kl", *, label_weight: float = 0.0, **options: Any
 ) -> Distillation:
@@ -121,24 +131,9 @@ def distil(
             f"label_weight {label_weight} and temperature {options.get('temperature', 1.0)}"
         )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
-    if "forward" in vars(model):
-        if "_original_forward" in vars(model):
-            raise ValueError(
-                "student's forward is that of accelerate, which has prepared it for mixed precision: take "
-                "accelerator.unwrap_model(student, keep_fp32_wrapper=False) first"
-            )
-        raise ValueError(
-            "student is distilled already, or its forward is another's, as where a trainer of TRL has been made of it: "
-            "undo that first. With TRL, use DistillationTrainer and kullback.integrations.trl.patched()"
-        )
-    if getattr(getattr(student, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(f"student has a prompt that PEFT learns, {OF_ONE_MODEL}")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            "student has a router's loss, output_router_logits, which is no part of a divergence: set that to False in "
-            "its configuration"
-        )
+    _check_student(student, model)
     teacher.eval()
+    _check_teacher(reference)
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -214,14 +209,25 @@ def distil(
     return distillation
 
 
-# Of a batch with images these say which tokens are theirs. Without images they say nothing.
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# Of soft prompts
-OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
-# What a cross-entropy of its own shares with the divergence.
-OPTIONS_OF_LABELS = ("valid_vocab", "reduction", "chunk_rows", "logits_dtype")
-# What a model's forward takes and its decoder does not.
-NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
+def _check_student(student: nn.Module, model: Model) -> None:
+    """That its forward, `model`'s in its wrappers, is its own, and its loss that of tokens alone."""
+    if "forward" in vars(model):
+        if "_original_forward" in vars(model):
+            raise ValueError(
+                "student's forward is that of accelerate, which has prepared it for mixed precision: take "
+                "accelerator.unwrap_model(student, keep_fp32_wrapper=False) first"
+            )
+        raise ValueError(
+            "student is distilled already, or its forward is another's, as where a trainer of TRL has been made of it: "
+            "undo that first. With TRL, use DistillationTrainer and kullback.integrations.trl.patched()"
+        )
+    if getattr(getattr(student, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(f"student has a prompt that PEFT learns, {OF_ONE_MODEL}")
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "student has a router's loss, output_router_logits, which is no part of a divergence: set that to False in "
+            "its configuration"
+        )
 
 
 def _unwrapped(name: str, model: Model) -> Model:
@@ -317,17 +323,26 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 PROBE = 4  # tokens
 
 
+def _is_sharded(model: Model) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def _check_teacher(model: Model) -> None:
+    """That it can be read outside of its own forward, which alone gathers what FSDP2 shards as a whole."""
+    if not _is_sharded(model):
+        return
+    head_of(model)  # refuses one that is sharded
+    is_gathered = any(each.__name__ == "FSDPModule" for each in type(model.get_decoder()).__mro__)
+    if hasattr(model.get_input_embeddings().weight, "device_mesh") and not is_gathered:
+        raise ValueError(
+            "teacher is sharded as a whole, and gathered in its own forward alone: give FSDP2 its decoder "
+            "(fully_shard(teacher.get_decoder())), and keep its head"
+        )
+
+
 def check_logits(name: str, model: Model) -> None:
     """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook."""
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        if name == "teacher":
-            head_of(model)  # refuses one that is sharded
-            is_gathered = any(each.__name__ == "FSDPModule" for each in type(model.get_decoder()).__mro__)
-            if hasattr(model.get_input_embeddings().weight, "device_mesh") and not is_gathered:
-                raise ValueError(
-                    "teacher is sharded as a whole, and gathered in its own forward alone: give FSDP2 its decoder "
-                    "(fully_shard(teacher.get_decoder())), and keep its head"
-                )
+    if _is_sharded(model):
         return  # FSDP2 gathers a student in its forward, in which the loss is found
     ids = torch.arange(PROBE, device=model.get_output_embeddings().weight.device)[None]
     with _evaluating(model):
