@@ -13,6 +13,7 @@ SANITIZE := compute-sanitizer --error-exitcode 1 --report-api-errors no
 
 .PHONY: run test test-full test-versions test-integrations test-llama test-gpu test-gpus sanitize mutate tables pictures docs real lint format clean
 
+# --no-compile: most modules of PyTorch are never imported.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[plot,dev]'

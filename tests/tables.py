@@ -128,7 +128,7 @@ def regimes():
 
 
 def real_rows(name, beside=None):
-    """Milliseconds with a student's gradient, and the share of three passes' time in it; of kinds that `beside` lacks."""
+    """Milliseconds with a student's gradient, of kinds that `beside` lacks; three passes' time over it."""
     report = load(name)
     others = {result["case"]["kind"] for result in load(beside)["results"]} if beside else ()
     cells = {}

@@ -3,6 +3,7 @@
 import concurrent.futures
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import kullback
 from kullback import backends
 from kullback.backends import BackendInfo, build, c
 from kullback.backends.c import compile
+from kullback.backends.cuda import launch, literal, logits
 from kullback.problem import Problem, Side
 from kullback.work import VERBS, Operands, Rows
 from tests import emulation
@@ -182,8 +184,6 @@ def test_a_kernel_that_cannot_be_built_is_told_once_and_no_other_suffers(monkeyp
 
 
 def test_a_cuda_kernel_that_cannot_be_built_leaves_the_others(monkeypatch, fresh_kernels):
-    from kullback.backends.cuda import logits
-
     with emulation.emulated(monkeypatch), kullback.backend("cuda"):
         source = logits.source
         refuse = lambda variant, shape: source(variant, shape) + "this is not C++" * (variant.kind == "chi2")
@@ -225,3 +225,47 @@ def test_a_record_of_any_verb_is_taken_by_every_backend_of_its_device():
         assert c.why_not(work) is None
         assert backends.BACKENDS["torch"].why_not(work) is None
         assert backends.BACKENDS["cuda"].why_not(work) == "tensors are on cpu"
+
+
+def test_workspaces_are_a_streams_or_a_captures(monkeypatch):
+    capturing, zeros = False, torch.zeros
+    monkeypatch.setattr(launch, "_workspaces", {})
+    monkeypatch.setattr(launch, "raw_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch, "zeros", lambda count, dtype, device: zeros(count, dtype=dtype))
+    first = launch.workspace(0, 8)
+    assert first.ticket - first.partial == 8 * 8
+    assert launch.workspace(0, 3) is first
+    larger = launch.workspace(0, 9)
+    assert (larger is not first, larger.ticket - larger.partial) == (True, 8 * 9)
+    assert launch.workspace(1, 3) is not larger
+    capturing = True
+    captured = [launch.workspace(0, 3) for _ in range(2)]
+    assert len({each.partial for each in (larger, *captured)}) == 3
+
+
+def test_a_workspace_is_held_until_the_launch(monkeypatch):
+    """Else what is allocated before that, in a graph's capture, may take its place."""
+    held = []
+
+    class Watched(emulation.Launcher):
+        def __call__(self, *arguments):
+            held.append(all(made() is not None for made in found))
+            super().__call__(*arguments)
+
+    found = []
+
+    def workspace(*given):
+        made = emulation.workspace(*given)
+        found.append(weakref.ref(made.numbers))
+        return made
+
+    with emulation.emulated(monkeypatch), kullback.backend("cuda"), kullback.collecting_statistics():
+        for module in (literal, logits):
+            monkeypatch.setattr(module, "Launcher", Watched)
+            monkeypatch.setattr(module, "workspace", workspace)
+        x, y = torch.randn(2, 3, 40)
+        kullback.divergence(x, y)
+        found.clear()
+        kullback.divergence(x.softmax(-1), y.softmax(-1), form="probs")
+    assert held == [True, True]

@@ -190,6 +190,7 @@ def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
         (["--shape", "0x5"], "rows x vocabulary"),
         (["--shape", "²x5"], "rows x vocabulary"),
         (["--shape", f"1x{'9' * 5000}"], "rows x vocabulary"),
+        (["--shape", f"1x{'0' * 5000}1"], "rows x vocabulary"),
         (["--json", "/tmp/same.png", "--plot", "/tmp/same.png"], "is named for two outputs"),
         (["--dtype", "int8"], "float32"),
         (["--kind", "k"], "is not one of kl"),
@@ -262,6 +263,7 @@ def test_a_row_that_is_no_number_is_off(monkeypatch, tmp_path):
         ([torch.nan, torch.inf, 1.0], [torch.nan, torch.inf, 1.0], 0.0),
         ([torch.inf, 1.0], [1e50, 1.0], 0.0),  # more than float32 holds
         ([3e38, 1.0], [1e50, 1.0], torch.inf),
+        ([torch.inf, 1.0], [1.0, 1.0], torch.inf),
         ([0.0, 2e-8], [0.0, 1e-8], 0.1),  # less than the least is that
     ],
 )
@@ -283,11 +285,21 @@ def test_names_are_shown_as_they_are(capsys):
     """Codes of emoji too; and what turns a terminal's text around, or ends its line, is not obeyed."""
     evaluate.console().print("v1:100:.safetensors", markup=False)
     assert capsys.readouterr().out == "v1:100:.safetensors\n"
-    assert tables.shown("a\u202eb\u2028c\u2066d") == "a\ufffdb\ufffdc\ufffdd"
+    assert tables.shown("a\u202eb\u2028c\u2066d\u200f") == "a\ufffdb\ufffdc\ufffdd\ufffd"
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(0.0, "0.000000"), (1e-5, "1.00e-05"), (12.5, "12.500000"), (1.6e300, "1.60e+300")]
+    ("value", "words"),
+    [
+        (0.0, "0.000000"),
+        (1e-5, "1.00e-05"),
+        (-12.5, "-12.500000"),
+        (999999999.0, "999999999.000000"),
+        (-1e9, "-1.00e+09"),
+        (1.6e300, "1.60e+300"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_numbers_have_few_digits(value, words):
     assert tables.number(value) == words

@@ -76,12 +76,10 @@ CALLS = [
 names = lambda value: getattr(value, "__name__", None) or str(value)
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.full), True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("call", "reduction"), CALLS, ids=names)
-def test_inductor(call, reduction, dynamic, generator):
+def check_inductor(call, reduction, generator, counts, dynamic):
     """The default backend, forward and backward."""
     compiled = torch.compile(lambda given: call(given, reduction).sum() * 2, fullgraph=True, dynamic=dynamic)
-    for count in (12, 5) if dynamic else (12,):
+    for count in counts:
         given = rows(count, generator)
         leaves = [tensor for tensor in given.values() if tensor.requires_grad]
         ours, theirs = compiled(given), call(given, reduction).sum() * 2
@@ -89,6 +87,19 @@ def test_inductor(call, reduction, dynamic, generator):
         both = (torch.autograd.grad(loss, leaves, allow_unused=True) for loss in (ours, theirs))
         for a, b in zip(*both, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("call", "reduction"), CALLS, ids=names)
+def test_inductor(call, reduction, generator):
+    check_inductor(call, reduction, generator, (12, 5), dynamic=True)
+
+
+LONGER = [pytest.param(call, marks=pytest.mark.full) for call in (kl_div, topk, linear_topk)]
+
+
+@pytest.mark.parametrize("call", [divergence, linear, *LONGER], ids=names)
+def test_inductor_of_one_count(call, generator):
+    check_inductor(call, "none" if call is kl_div else "mean", generator, (12,), dynamic=False)
 
 
 @pytest.mark.parametrize("tail", ["renormalize", "zero"])

@@ -479,7 +479,7 @@ def test_a_tail_of_nothing():
         mine = ours.compute_topk_self_distillation_loss(student, teacher, **call)
         its = loss_utils.compute_topk_self_distillation_loss(student.double(), teacher.double(), **call)
         assert torch.allclose(mine.double(), its, rtol=1e-5, atol=6e-8 * 100)  # of 100 nats
-    teacher[..., 0] = -torch.inf  # among the student's first tokens
+    teacher[..., 0] = -torch.inf  # among the student's top tokens
     assert (
         ours.compute_topk_self_distillation_loss(student, teacher, **{**call, "distillation_alpha": 0.0})
         .isfinite()

@@ -391,6 +391,18 @@ def check_labels_alone(ranks: Ranks):
         hold(ranks, loss, leaves, truth, own, torch.float64, ("linear", collects))
 
 
+def check_targets_that_are_not_read(ranks: Ranks):
+    """Beside a slice that is padding alone."""
+    x = sample("logits", (3, 6), generator(), torch.float64)
+    labels = torch.tensor([0, 3, 5])
+    truth = kullback.divergence(x, None, labels=labels)
+    own = x.to(ranks.device) if ranks.rank == 0 else torch.zeros(3, 2, dtype=torch.float64, device=ranks.device)
+    options = {"labels": labels.to(ranks.device), "group": ranks.group, "divergence_weight": 0}
+    valid = 6 if ranks.rank == 0 else 0
+    loss = kullback.divergence(own, torch.zeros_like(own), valid_vocab=valid, **options)
+    torch.testing.assert_close(loss.cpu(), truth)
+
+
 def check_topk(ranks: Ranks):
     vocab, k = 67, 6
     cuts = ranks.uneven(vocab)
@@ -871,6 +883,7 @@ ROWS = [
     check_a_slice_of_nothing,
     check_labels,
     check_labels_alone,
+    check_targets_that_are_not_read,
     check_topk,
     check_linear,
 ]

@@ -328,7 +328,7 @@ def test_rows_whose_elements_lie_apart(backend, generator):
 
 
 def of_a_model(tops, noises, vocab, generator):
-    """A row for each pair: how far its first token is above the others, and how far the student is from it."""
+    """A row for each pair: how far its top token is above the others, and how far the student is from it."""
     y = 2.5 * torch.randn(len(tops) * len(noises), vocab, generator=generator)
     noise = torch.randn(y.shape, generator=generator)
     pairs = itertools.product(tops, noises)
@@ -405,7 +405,7 @@ def test_a_sure_rows_entropy_keeps_its_digits(backend, gap):
     x[0, 7] = 0
     log_q = x.double().log_softmax(-1)
     rest = torch.cat([log_q[:, :7], log_q[:, 8:]], -1)
-    own = -torch.log1p(-rest.exp().sum(-1))  # of the first token, whose mass a float64 cannot tell from 1
+    own = -torch.log1p(-rest.exp().sum(-1))  # of the top token, whose mass a float64 cannot tell from 1
     expected = own - (rest.exp() * rest).sum(-1)
     rounding = 0 if backend == "c" else 6e-8 * gap  # of exponents, which CUDA has to base 2
     assert relative_error(kullback.row_statistics(x).entropy, expected) < 1e-6 + rounding

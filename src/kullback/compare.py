@@ -23,7 +23,7 @@ PERCENTILES = (0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9)
 # Of the reference's largest probability; exllamav3's buckets
 CONFIDENCE = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 RANKS = (1, 5, 10)
-TOP = (5, 10)  # how many first tokens are looked for among as many of the other's
+TOP = (5, 10)  # how many top tokens are looked for among as many of the other's
 SEGMENT = 192  # tokens whose largest is found before any is sorted
 LEAST_BLOCKS = 10  # whose resampling says something of their spread
 RESAMPLES = 2000

@@ -162,8 +162,8 @@ def divergence(
         kind: a name of the table.
         form: "logits", "log_probs" or "probs": what `input` holds.
         target_form: the same of `target`; by default that of `input`.
-        temperature: divides the input's logits; between 1e-30 and 1e30. No factor T² is applied: multiply the loss by
-            T**2 to keep gradients' size, as Hinton et al. do.
+        temperature: divides the input's logits; over the scale more than 1e-30 and less than 1e30. No factor T² is
+            applied: multiply the loss by T**2 to keep gradients' size, as Hinton et al. do.
         target_temperature: the same of the target; by default that of the input.
         logit_scale: multiplies the input's logits, before the softcap; positive (Cohere, Granite).
         target_logit_scale: the same of the target; by default that of the input.
@@ -230,7 +230,8 @@ def divergence(
     if target is None or divergence_weight == 0:
         if target is not None:
             checks.check_pair(input, target)
-            checks.valid_vocab(valid_vocab, input, target)
+            if group is None or valid_vocab != 0:  # a rank may have a slice of padding alone
+                checks.valid_vocab(valid_vocab, input, target)
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)
         checks.problem(params, kind, form, target_form, *scales)

@@ -37,7 +37,8 @@ class RowStatistics(NamedTuple):
         target_top_probability: what the target gives its own.
         label_log_prob: log q of the label; NaN in a row without one.
         target_label_log_prob: log p of the label, likewise.
-        label_rank: int64, how many tokens have more mass than the label in the input; -1 in a row without one.
+        label_rank: int64, how many tokens have more mass than the label in the input; -1 in a row without one, and in
+            one that holds NaN.
         target_label_rank: the same in the target.
     """
 
@@ -63,6 +64,8 @@ class RowStatistics(NamedTuple):
 class TopKRowStatistics(NamedTuple):
     """Figures of rows beside a teacher that is known at k of their tokens, `input.shape[:-1]` each, in nats.
 
+    Those that are no tokens, ranks or answers are float32, or float64 where an input is.
+
     Attributes:
         kl: Σ p log(p/q), with the tail as it was asked for.
         reverse_kl: Σ q log(q/p), likewise.
@@ -75,7 +78,8 @@ class TopKRowStatistics(NamedTuple):
         top_token: int64, the input's likeliest token.
         agreement: bool, whether it is the likeliest of the teacher's.
         label_log_prob: log q of the label; NaN in a row without one; None without labels.
-        label_rank: int64, how many tokens have more mass than the label; -1 in a row without one; None without labels.
+        label_rank: int64, how many tokens have more mass than the label; -1 in a row without one, and in one that holds
+            NaN; None without labels.
     """
 
     kl: Tensor

@@ -289,7 +289,7 @@ ROW_BUDGET = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-3, "float16": 1e-
 
 def _parse_shape(shape: str) -> tuple[int, int]:
     parts = shape.lower().split("x")
-    if len(parts) != 2 or not all(re.fullmatch(r"\s*0*[1-9][0-9]{0,11}\s*", part) for part in parts):
+    if len(parts) != 2 or not all(re.fullmatch(r"\s*[1-9][0-9]{0,11}\s*", part) for part in parts):
         raise typer.BadParameter(f"{shape!r} is not rows x vocabulary, as in 4096x32000", param_hint="--shape")
     return int(parts[0]), int(parts[1])
 

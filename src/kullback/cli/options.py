@@ -56,7 +56,7 @@ def writable(option: str, path: Path | None, suffixes: tuple[str, ...] = ()) -> 
 
 
 def kept_apart(outputs: Sequence[Path | None], is_read: Callable[[Path], bool]) -> None:
-    """`is_read`: whether a resolved path is that of an input."""
+    """Refuses an output that is an input, or is named twice. `is_read`: whether a resolved path is an input's."""
     written = [path.resolve() for path in outputs if path is not None]
     for path in written:
         if is_read(path) or written.count(path) > 1:

@@ -236,7 +236,7 @@ def shown(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # those of lines and directions, too
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")  # of directions, too
 
 
 def heading(found: Found) -> list[str]:

@@ -97,7 +97,8 @@ def distil(
         label_weight: what the model's own loss counts, of the tokens that count. It is of logits at temperature 1.
         **options: options of `kullback.linear_divergence` that are no tensors: `temperature`, `valid_vocab`,
             `divergence_weight`, `z_weight`, a kind's parameter; with a `label_weight` at temperature 1 also
-            `label_smoothing`. Logit scales and softcaps are read from both models' configurations.
+            `label_smoothing`. A `divergence_weight` of 0 wants such a `label_weight`, too: else nothing counts. Logit
+            scales and softcaps are read from both models' configurations.
 
     Returns:
         What undoes it: a context manager with `undo()`.

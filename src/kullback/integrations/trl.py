@@ -241,7 +241,7 @@ def compute_topk_self_distillation_loss(
     distillation_alpha: float,
     distillation_add_tail: bool,
 ) -> Tensor:
-    """`compute_topk_self_distillation_loss` of trl 1.16's sdpo and sdft: at the student's own k first tokens.
+    """`compute_topk_self_distillation_loss` of trl 1.16's sdpo and sdft: at the student's own k top tokens.
 
     Args:
         student_logits: `[..., vocab]`, floating point.

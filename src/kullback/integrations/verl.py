@@ -158,7 +158,7 @@ def topk_losses(
 
     Returns:
         Tensors `[...]`: `distillation_losses` in nats, differentiable; `student_mass` and `teacher_mass` at the ids, of
-        what is not clamped; `overlap_count`, int64: how many ids are among the student's own k first tokens; and
+        what is not clamped; `overlap_count`, int64: how many ids are among the student's own k top tokens; and
         `overlap_token_advantage`, the mean of -p log(p/q) over these, 0 without any. Floats are float32, or float64 of
         float64. The same on all ranks.
 

@@ -502,7 +502,8 @@ static double labelled_loss(const Arguments *a, Label label, double lse)
 {
     if (label.token == NO_LABEL)
         return 0;
-    const double smoothing = a->label_smoothing, logit = smoothing ? (1 - smoothing) * (double)label.x + smoothing * label.mean : (double)label.x;
+    const double smoothing = a->label_smoothing, own = (double)label.x;
+    const double logit = smoothing ? (1 - smoothing) * own + smoothing * label.mean : own;
     const double of_label = a->label_weight ? a->label_weight * (lse - logit * (double)(real)(1 / a->input_temperature)) : 0;
     return of_label + (a->z_weight ? a->z_weight * lse * lse : 0);
 }

@@ -84,7 +84,7 @@ NOINLINE static SIDE(Found) SIDE(read)(const T *x, int64_t n, Softcaps softcaps,
     return found;
 }
 
-/* Its log-sum-exp, its entropy, its first token and its label's rank; returns its softmax */
+/* Its log-sum-exp, its entropy, its top token and its label's rank; returns its softmax */
 static Softmax SIDE(describe)(const T *x, int64_t n, Softcaps softcaps, double temperature, int64_t label, double *numbers,
                               int64_t *tokens, int64_t stride)
 {

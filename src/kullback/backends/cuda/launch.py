@@ -135,7 +135,7 @@ def _stream(index: int, handle: int) -> Any:
 
 
 class Workspace(NamedTuple):
-    """Memory of a launch, to be held until that: another tensor may have the place of one that is not."""
+    """Memory of a launch. Whoever launches holds it till then: freed in a capture, it may be the next tensor's."""
 
     numbers: Tensor | None
     partial: int  # addresses: of partial sums,

@@ -40,7 +40,7 @@ def _losses(problem: Problem, x: Tensor, y: Tensor, run: Callable[[Rows], None])
 
 
 def _tokens(side: Side, logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A side's first token, and how many are above the label: by logits, since masses underflow."""
+    """A side's top token, and how many are above the label: by logits, since masses underflow."""
     values = capped(logits.to(compute_dtype(logits, logits)), side.softcap) if side.softcap else logits
     top = values.argmax(-1)
     if labels is None:

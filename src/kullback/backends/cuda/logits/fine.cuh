@@ -21,25 +21,25 @@ template <bool SHORT = false> INLINE bool is_near(const Row &row, float q, float
    gradients. */
 struct FineElements {
     Row row, near_row;
-    float without_sum; /* 1 - Σ d_log_q, where masses of near elements are to be multiplied by it */
+    float mass_factor; /* 1 - Σ d_log_q, where masses of near elements are to be multiplied by it */
     Parameters parameters;
 
     INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums)
-        : row(row_constants<STABLE>(a, stats, sums)), near_row(row), without_sum(SUM_IN_MASSES ? 1 - sums.d_log_q : 1),
+        : row(row_constants<STABLE>(a, stats, sums)), near_row(row), mass_factor(SUM_IN_MASSES ? 1 - sums.d_log_q : 1),
           parameters(a.parameters)
     {
-        near_row.input_inv_sum_exp *= without_sum;
-        near_row.target_inv_sum_exp *= without_sum;
-        near_row.input_grad_sum /= without_sum;
+        near_row.input_inv_sum_exp *= mass_factor;
+        near_row.target_inv_sum_exp *= mass_factor;
+        near_row.input_grad_sum /= mass_factor;
     }
-    INLINE bool serve(const Arguments &a) const { return warp_all(has_one_temperature(a) && without_sum > 1e-3f); }
+    INLINE bool serve(const Arguments &a) const { return warp_all(has_one_temperature(a) && mass_factor > 1e-3f); }
     INLINE bool is_near(float q, float p) const { return kullback::is_near(row, q, p); }
     /* One side's, which is found anyway */
     INLINE float mass(float q, float p) const { return HAS_P_LOG_RATIO ? target_mass(row, p) : input_mass(row, q); }
     INLINE Element near(float q, float p) const
     {
         Element e = near_element(q, p, near_row, parameters);
-        e.target *= 1 / without_sum;
+        e.target *= 1 / mass_factor;
         return e;
     }
     /* Of an element that may be far, what sums are made of, or gradients. Beyond the radius nothing cancels in the fast formula. Both are

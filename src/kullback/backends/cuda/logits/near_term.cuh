@@ -51,10 +51,10 @@ template <bool SHORT> struct CloseElements {
     {
         in_masses.input = in_masses.target = 1;
         if (HAS_AUXILIARY && SUM_IN_MASSES) {
-            const float of_input = 1 - fast.input_grad_sum;
-            factor *= of_input;
-            row.input_grad_sum = fast.input_grad_sum / of_input;
-            in_masses.target = 1 / of_input;
+            const float less = 1 - fast.input_grad_sum;
+            factor *= less;
+            row.input_grad_sum = fast.input_grad_sum / less;
+            in_masses.target = 1 / less;
         }
         if (!IS_COARSE) {
             row.input_inv_sum_exp = opaque(row.input_inv_sum_exp * factor);
@@ -304,6 +304,8 @@ INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice,
 #endif
 
 #if SUMS_FROM_MOMENTS
+/* Adds this thread's part of the row's sum: by polynomials where a kind has them, and else by log-ratios and one mass where hardly an
+   element is far, or by the fast formula. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
                            const Sums &sums, bool is_close, GradOut grad_out)
