@@ -96,3 +96,17 @@ def no_synchronisation():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(step):
+    """A CUDA graph of a step, and what it gives whenever that is replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return graph, found

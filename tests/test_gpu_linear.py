@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kullback
-from tests.conftest import no_synchronisation
+from tests.conftest import captured, no_synchronisation
 from tests.tolerances import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -104,21 +104,13 @@ def test_a_graph_replays_with_new_data():
         loss = kullback.linear_divergence(h, w, t, v) + kullback.topk_divergence(x, values, ids)
         return loss.detach(), *torch.autograd.grad(loss, (h, w, x))  # no graph outlives the stream it was made on
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     with torch.no_grad():
         h.copy_(torch.randn_like(h))
         x.copy_(x.flip(0))
         ids.copy_(ids.flip(1))
     graph.replay()
-    for ours, theirs in zip(captured, step(), strict=True):
+    for ours, theirs in zip(found, step(), strict=True):
         assert relative_error(ours, theirs) < 1e-6
 
 

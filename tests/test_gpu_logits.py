@@ -11,7 +11,7 @@ from kullback.backends import cuda
 from kullback.problem import Problem, Side
 from kullback.work import Operands, Rows
 from tests import kinds, oracle, samples
-from tests.conftest import no_synchronisation
+from tests.conftest import captured, no_synchronisation
 from tests.kinds import SMOOTH
 from tests.samples import spectrum
 from tests.tolerances import (
@@ -292,20 +292,12 @@ def test_captured_losses_collect_statistics(rows):
             loss = kullback.divergence(x, y)
         return loss.detach(), collected[0].lse, collected[0].entropy, *torch.autograd.grad(loss, x)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for _ in range(3):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
         graph.replay()
-        assert equal(captured, step())
+        assert equal(found, step())
 
 
 @pytest.mark.parametrize("kind", KINDS)
