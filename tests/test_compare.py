@@ -1554,7 +1554,7 @@ def test_markdown_shows_tokens_as_they_are():
         "kl": 1.0,
         "context": "<s> a|b\n`c`",
         "label_text": "\\",
-        "reference_says": "*x*",
+        "reference_says": "*x* $y$ :z: https://a",
         "candidate_says": "\x1b[1m",
     }
     table = tables.worst({"name": "a\nb", "worst": [row]})
@@ -1564,7 +1564,7 @@ def test_markdown_shows_tokens_as_they_are():
     text = tables.markdown(
         found | {"score": "all", "formula": "exact", "warnings": ["~~x~~"], "candidates": candidates}
     )
-    assert "| 1.000000 | \\<s> a\\|b⏎\\`c\\` | \\\\ | \\*x\\* | \ufffd\\[1m |" in text
+    assert "| 1.000000 | \\<s> a\\|b⏎\\`c\\` | \\\\ | \\*x\\* \\$y\\$ \\:z: https\\://a | \ufffd\\[1m |" in text
     assert "Worst rows of a\\_b" in text
     assert "Reference: a\\&amp;b" in text
     assert "\\~\\~x\\~\\~" in text

@@ -16,10 +16,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     ("name", "options", "says"),
     [
         ("digits", ["--students", "1", "--steps", "150"], r"100 images: ([\d.]+)%.*\n.*opinion of all: ([\d.]+)%"),
-        (
+        pytest.param(
             "language_model",
             ["--steps", "6"],
             r"student of the text: .* -> ([\d.]+).*\n(?:.*\n)*?.*teacher: .* -> ([\d.]+)",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -269,4 +269,5 @@ def markdown(found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-MARKUP = re.compile(r"([\\`*_~|<&#\[])")  # what Markdown would not show as it stands
+# What Markdown would not show as it stands: as GitHub has it, formulas, links and emoji too
+MARKUP = re.compile(r"([\\`*_~|<&#\[$]|:(?=//|\w+:))")
