@@ -180,7 +180,7 @@ def table(results: list[dict]) -> Table:
 def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds: int = 15) -> list[dict]:
     """Milliseconds on a CPU, which others may share: all rivals in turn, so that its slow times fall on all alike."""
     x, y = model_rows.load(source, student, rows, bench.DTYPES[dtype], "cpu")
-    truth = reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults).mean().item()
+    truth = reference.truth(kind, "logits", x, y, **DIVERGENCES[kind].defaults).mean()
     leaf = x.clone().requires_grad_()
     calls, results = {}, []
     for name, loss in bench.contestants(kind, "logits"):
@@ -192,7 +192,7 @@ def in_turn(source: str, student: str, rows: int, dtype: str, kind: str, rounds:
             return value.detach()
 
         for task, call in (("forward", lambda loss=loss: loss(x, y)), ("forward + gradient", step)):
-            error = abs(float(call()) - truth) / max(truth, bench.LEAST[dtype])
+            error = bench.relative_error(call(), truth, bench.LEAST[dtype])
             calls[name, task] = call, error, []
     for _, (call, _, times) in itertools.product(range(rounds), calls.values()):
         begin = time.perf_counter()

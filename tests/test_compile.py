@@ -94,12 +94,15 @@ def test_inductor(call, reduction, generator):
     check_inductor(call, reduction, generator, (12, 5), dynamic=True)
 
 
-LONGER = [pytest.param(call, marks=pytest.mark.full) for call in (kl_div, topk, linear_topk)]
+SHORT = (divergence, "mean"), (linear, "mean")
+OF_ONE_COUNT = [
+    case if case in SHORT else pytest.param(*getattr(case, "values", case), marks=pytest.mark.full) for case in CALLS
+]
 
 
-@pytest.mark.parametrize("call", [divergence, linear, *LONGER], ids=names)
-def test_inductor_of_one_count(call, generator):
-    check_inductor(call, "none" if call is kl_div else "mean", generator, (12,), dynamic=False)
+@pytest.mark.parametrize(("call", "reduction"), OF_ONE_COUNT, ids=names)
+def test_inductor_of_one_count(call, reduction, generator):
+    check_inductor(call, reduction, generator, (12,), dynamic=False)
 
 
 @pytest.mark.parametrize("tail", ["renormalize", "zero"])

@@ -59,8 +59,9 @@ def kept_apart(outputs: Sequence[Path | None], is_read: Callable[[Path], bool]) 
     """Refuses an output that is an input, or is named twice. `is_read`: whether a resolved path is an input's."""
     written = [path.resolve() for path in outputs if path is not None]
     for path in written:
-        if is_read(path) or written.count(path) > 1:
-            use = "is read too" if is_read(path) else "is named for two outputs"
+        is_input = is_read(path)
+        if is_input or written.count(path) > 1:
+            use = "is read too" if is_input else "is named for two outputs"
             raise typer.BadParameter(f"{path} {use}: it would be written over", param_hint="an output")
 
 

@@ -46,25 +46,22 @@ def liger_kd_loss(self: Any, outputs: Any, labels: Tensor, **kwargs: Any) -> Ten
     self._last_teacher_outputs = None
     kind, parameter = kind_of(self._liger_jsd_beta)
 
+    biases = [] if teacher.bias is None else [teacher.bias]
+
     def loss() -> Tensor:
-        return functional.linear_divergence(
-            hidden.to(student.weight.dtype),
-            student.weight,
-            target.to(teacher.weight.dtype),
-            teacher.weight.detach(),
-            kind,
-            bias=student.bias,
-            target_bias=None if teacher.bias is None else teacher.bias.detach(),
-            temperature=self._liger_temperature,
-            row_weight=labels[..., 1:] != IGNORED,
-            **parameter,
-        )
+        with self._ds_gather(biases):  # the trainer gathers the teacher's weight alone
+            return functional.linear_divergence(
+                hidden.to(student.weight.dtype),
+                student.weight,
+                target.to(teacher.weight.dtype),
+                teacher.weight.detach(),
+                kind,
+                bias=student.bias,
+                target_bias=None if teacher.bias is None else teacher.bias.detach(),
+                temperature=self._liger_temperature,
+                row_weight=labels[..., 1:] != IGNORED,
+                **parameter,
+            )
 
-    def with_bias() -> Tensor:
-        if teacher.bias is None:
-            return loss()
-        with self._ds_gather([teacher.bias]):  # the trainer gathers the teacher's weight alone
-            return loss()
-
-    gathered: Tensor = self._sharded_liger_compute(lambda: self._teacher_liger_enabled(with_bias, teacher))
+    gathered: Tensor = self._sharded_liger_compute(lambda: self._teacher_liger_enabled(loss, teacher))
     return gathered

@@ -143,22 +143,21 @@ class Workspace(NamedTuple):
 
 
 NO_WORKSPACE = Workspace(None, 0, 0)
-_workspaces: dict[tuple[int, int], tuple[Workspace, int]] = {}  # and how many partial sums each has room for
+_workspaces: dict[tuple[int, int], Workspace] = {}
 
 
 def workspace(index: int, blocks: int) -> Workspace:
     """Of so many partial sums: one for each stream. A graph being captured gets its own: any stream may replay it."""
     handle = raw_stream(index)
     if handle and torch.cuda.is_current_stream_capturing():  # the default stream cannot be
-        return _new_workspace(index, blocks)
+        return new_workspace(blocks, torch.device("cuda", index))
     key = (index, handle)
-    kept, room = _workspaces.get(key, (NO_WORKSPACE, -1))
-    if room < blocks:
-        kept = _new_workspace(index, blocks)
-        _workspaces[key] = kept, blocks
+    kept = _workspaces.get(key)
+    if kept is None or kept.ticket - kept.partial < 8 * blocks:
+        kept = _workspaces[key] = new_workspace(blocks, torch.device("cuda", index))
     return kept
 
 
-def _new_workspace(index: int, blocks: int) -> Workspace:
-    numbers = torch.zeros(blocks + 1, dtype=torch.float64, device=torch.device("cuda", index))
+def new_workspace(blocks: int, device: torch.device) -> Workspace:
+    numbers = torch.zeros(blocks + 1, dtype=torch.float64, device=device)
     return Workspace(numbers, numbers.data_ptr(), numbers.data_ptr() + 8 * blocks)
