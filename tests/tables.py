@@ -457,7 +457,7 @@ def torch_on_a_gpu():
     """Milliseconds of logits by the torch backend, forced, beside torch's own."""
     names = ("kullback", "eager", "torch.compile")
     lines = header("", "", *names, "kullback over eager")
-    for result in load("h200/logits_torch"):
+    for result in load("h100/logits_torch"):
         case, found = result["case"], milliseconds(result)
         for task in TASKS[:2]:
             times = [found[name, task] for name in names]

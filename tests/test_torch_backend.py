@@ -1,6 +1,4 @@
-"""The torch backend on machines that CI has not: without float64, and where no sum may be looked at."""
-
-import itertools
+"""The torch backend on machines that CI has not: without float64, and where sums are looked at late or never."""
 
 import mpmath
 import pytest
@@ -10,14 +8,21 @@ from torch.utils._pytree import tree_leaves
 
 import kullback
 from kullback import problem
+from kullback.backends import pytorch
 from kullback.backends.pytorch import piece
 from kullback.backends.pytorch.programs import Way, adds_partials, program, traits
 from kullback.divergences import DIVERGENCES
 from tests import kinds, oracle, samples
-from tests.conftest import no_synchronisation
+from tests.conftest import captured
 from tests.kinds import KINDS
 from tests.samples import masked
 from tests.tolerances import FLOAT_GRADIENT, relative_error
+
+
+@pytest.fixture(params=["looks", "is captured"])
+def a_device(request, monkeypatch):
+    monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
+    monkeypatch.setattr(pytorch, "looks_late", lambda device: request.param == "looks")
 
 
 def rows(dtype=torch.float32, vocab=1003):
@@ -73,17 +78,17 @@ def check(kind, batch, device):
                     assert relative_error(one, other) < 2 * FLOAT_GRADIENT or other.norm() < 1e-9, name
 
 
+@pytest.mark.usefixtures("a_device")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_device_runs(kind, monkeypatch):
-    monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
+def test_what_a_device_runs(kind):
     with kullback.backend("torch"):
         check(kind, rows(), "cpu")
 
 
+@pytest.mark.usefixtures("a_device")
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_infinite_loss_on_a_device(kind, reduction, monkeypatch):
-    monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
+def test_an_infinite_loss_on_a_device(kind, reduction):
     rows = torch.tensor([[[0.0, -torch.inf, 1.0]], [[0.5, 0.0, 0.0]]])
     for x, y in (rows, rows.flip(0)):
         expected = oracle.divergence(x.double(), y.double(), kind, **kinds.parameters(kind))
@@ -92,11 +97,11 @@ def test_an_infinite_loss_on_a_device(kind, reduction, monkeypatch):
         torch.testing.assert_close(found.double().view(1), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("a_device")
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.02, 1e-3, 1e-6, 0.9999])
 @pytest.mark.parametrize(("kind", "name"), [("jensen_shannon", "beta"), ("mixed_kl", "beta"), ("skew_kl", "alpha")])
-def test_a_small_share_on_a_device(kind, name, share, generator, monkeypatch):
+def test_a_small_share_on_a_device(kind, name, share, generator):
     """Where it makes a partial derivative small, terms are summed: they are as exact as of any share."""
-    monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
     y, noise = torch.randn(2, 4, 5000, generator=generator)
     x, y = 2 * y + 0.1 * noise, 2 * y
     expected = oracle.divergence(x.double(), y.double(), kind, **{name: share})
@@ -113,18 +118,73 @@ def test_on_a_device(kind):
         check(kind, rows(), "cuda")
 
 
-@pytest.mark.gpu
+@pytest.fixture
+def passes(monkeypatch):
+    """A device that is looked at, of chunks of eight rows; what each pass had, and whether it took that for far."""
+    found = []
+
+    def recorded(work, is_far=False, run=pytorch._pass):
+        found.append((work.input.size(0), is_far))
+        return run(work, is_far)
+
+    monkeypatch.setattr(pytorch, "_pass", recorded)
+    monkeypatch.setattr(pytorch, "_chunk", lambda x: 8 * x.size(1))
+    monkeypatch.setattr(pytorch, "looks_late", lambda device: True)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [*itertools.product(("kl", "jensen_shannon", "renyi"), (torch.float32, torch.bfloat16))]
+    ("near", "expected"),
+    [
+        ([], [(2, True), (8, True), (8, True)]),
+        ([1, 5, 17], [(2, True), (8, True), (8, True), (3, False)]),
+        ([1, *range(4, 14)], [(2, True), (8, True), (8, True), (8, False), (3, False)]),
+        ([0, 1], [(2, True), (8, False), (8, False), (2, False)]),  # others are taken for much the same
+    ],
 )
-def test_a_device_is_not_waited_for(kind, dtype):
-    x, y = (t.cuda() for t in rows(dtype)[:2])
-    weight = torch.ones(len(x), device="cuda")
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("kind", ["kl", "total_variation", "renyi"])
+def test_rows_that_are_not_far_are_done_again(kind, reduction, near, expected, passes, generator):
+    x, y = torch.randn(2, 18, 300, generator=generator)
+    x[near] = y[near] + 0.01 * x[near]
+    weight, labels = torch.rand(18, generator=generator), torch.randint(300, (18,), generator=generator)
+    options = {"reduction": reduction, "row_weight": weight, "labels": labels, "label_weight": 0.5}
+    exact = ours(x.double(), y.double(), kind, **options)
+    passes.clear()
     with kullback.backend("torch"):
-        ours(x, y, kind, "sum")
-        with no_synchronisation():
-            ours(x, y, kind, "sum")
-            ours(x, y, kind, "none", row_weight=weight)
+        found = ours(x, y, kind, **options)
+    assert passes[: len(expected)] == expected  # what follows is backward's
+    torch.testing.assert_close(found[0].double(), exact[0], rtol=1e-5, atol=0)
+    for mine, its in zip(found[1:], exact[1:], strict=True):
+        for one, other in zip(mine, its, strict=True):
+            assert relative_error(one, other) < 2 * FLOAT_GRADIENT
+
+
+def test_logits_that_gradients_take_the_place_of(passes, generator):
+    """They cannot be read again."""
+    h, t, head = (torch.randn(*shape, generator=generator) for shape in ((8, 16), (8, 16), (300, 16)))
+    h[::2] = t[::2] + 1e-3 * h[::2]
+    exact = h.double().requires_grad_()
+    kullback.divergence(exact @ head.double().T, t.double() @ head.double().T).backward()
+    with kullback.backend("torch"):
+        leaf = h.clone().requires_grad_()
+        kullback.linear_divergence(leaf, head, t, head).backward()
+    assert passes
+    assert not any(is_far for _, is_far in passes)
+    assert relative_error(leaf.grad, exact.grad) < 2 * FLOAT_GRADIENT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "renyi"])
+def test_a_captured_device_is_not_waited_for(kind, dtype):
+    x, y = (t.cuda() for t in rows(dtype)[:2])
+    with kullback.backend("torch"):
+        expected = ours(x, y, kind, "mean")
+        graph, found = captured(lambda: ours(x, y, kind, "mean"))
+    graph.replay()
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-6)
 
 
 class Float64IsForbidden(TorchDispatchMode):

@@ -9,21 +9,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
-from kullback.backends.pytorch.piece import Piece, parts_of_lse
+from kullback.backends.pytorch.piece import Piece, are_far, parts_of_lse
 from kullback.problem import Problem, Side, accumulator, capped, compute_dtype, inverse_temperature
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
-from kullback.work import Describe, Gather, Labels, Rows, Scale, Scatter, Work, weighted
+from kullback.work import Describe, Gather, Labels, Operands, Rows, Scale, Scatter, Work, weighted
 
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
 LOG_HALF = -0.69  # just above log ½: a token of more mass is left out, and what others have is then less than ½
 CPU_CHUNK = 1 << 19
-DEVICE_CHUNK = 1 << 25
+DEVICE_CHUNK = 1 << 24  # for each byte of a logit: the temporaries of wide ones may be more
 
 
 def why_not(work: Work) -> str | None:
@@ -34,7 +35,7 @@ def run(work: Work) -> None:
     if isinstance(work, Rows):
         _rows(work)
     elif isinstance(work, Scale):
-        if work.gradient.device.type != "cpu" or work.factor.item() != 1:
+        if not can_be_read(work.gradient.device) or work.factor.item() != 1:
             work.gradient.mul_(work.factor)
     elif isinstance(work, Gather):
         topk.gather(work)
@@ -67,100 +68,200 @@ def _keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
+class Found(NamedTuple):
+    """What one pass learns of rows."""
+
+    stats: RowStats
+    sums: RowSums
+    expected: tuple[Tensor, ...]  # as of `Chunk.expected`; empty where losses are divergences alone
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Each of all rows."""
+        return (*self.stats, *self.sums, *self.expected)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Found]) -> Found:
+        """Of the rows of all parts."""
+        numbers = [torch.cat(each) for each in zip(*(part.numbers for part in parts), strict=True)]
+        numbers = [each.to(accumulator(each)) for each in numbers]
+        first, last = len(RowStats._fields), len(RowStats._fields) + len(RowSums._fields)
+        return cls(RowStats._make(numbers[:first]), RowSums._make(numbers[first:last]), tuple(numbers[last:]))
+
+
 def _rows(work: Rows) -> None:
-    problem, x = work.problem, work.input
+    x = work.input
     if x.device.type == "cpu":
         _keep_freed_memory()
-    is_whole = work.verb in ("loss", "gradient") and work.known is None
-    needs_sums = is_whole and (work.has_outputs or problem.has_logits or not problem.formula.finish_is_linear)
-    is_loss_alone = is_whole and work.found is None and not any(work.wants)
-    is_linear, one = problem.formula.finish_is_linear, x.new_ones((), dtype=accumulator(x))
-    found: list[tuple[RowStats, RowSums]] = []
-    of_labels: list[tuple[Tensor, Tensor]] = []
-    for part in _parts(x.size(0), max(1, _chunk(x) // max(1, x.size(1)))):
-        chunk = Chunk(problem, x[part], work.target[part], is_whole, is_loss_alone)
-        known = None if work.known is None else work.known[:, part]
-        if work.verb == "statistics":
-            _keep(work.found, part, chunk.statistics(with_moments=True))
-            continue
-        if work.verb == "accumulate" and known is not None:
-            _keep(work.found, part, chunk.accumulate(unpacked(RowStats, known)))
-            continue
-        state = None if known is None else unpacked(RowState, known)
-        labels = None if work.labels is None else work.labels[part]
-        if problem.has_auxiliary and needs_sums:
-            of_labels.append(chunk.expected(labels))  # before gradients take their place
-        if needs_sums:
-            stats, sums = chunk.sums()
-            found.append((stats, sums))
-            if work.figures is not None:
-                _keep(work.figures, part, (chunk.lse(stats.input_lse), chunk.entropy(stats.input_lse)))
-            # Rows are finished together, but where a gradient waits for it.
-            state = state_of(stats, sums, one.expand_as(sums.term)) if is_linear else finish(problem, stats, sums)[1]
-        if any(work.wants):
-            weight = None if work.row_weight is None else work.row_weight[part]
-            scale = work.scale * problem.weights.divergence
-            grad_out: Tensor | float = scale if weight is None else weight * scale
-            if state is not None and not is_linear:
-                grad_out = weighted(state.d_loss * scale, weight)
-            upstream = None
-            if problem.has_auxiliary and state is not None:
-                sum_q = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, labels)
-                state = state._replace(d_log_q=sum_q)
-                upstream = weighted(torch.full_like(sum_q, work.scale), weight)
-            chunk.write(work, part, state, grad_out, None if weight is None else weight == 0, upstream)
-    if needs_sums:
-        _finish(work, found, of_labels)
-
-
-def _finish(
-    work: Rows, found: Sequence[tuple[RowStats, RowSums]], of_labels: Sequence[tuple[Tensor, Tensor]] = ()
-) -> None:
-    """Of all rows: losses, their sum, and states."""
-    if not found:
+    step = max(1, _chunk(x) // max(1, x.size(1)))
+    if not _needs_sums(work):
+        for part in _parts(x.size(0), step):
+            _without_sums(_at(work, part))
+    elif x.size(0) == 0:
         work.write_nothing()
+    else:
+        found = _far_rows(work, step) if _may_be_far(work) else None
+        _finish(work, found or Found.joined([_pass(_at(work, part)) for part in _parts(x.size(0), step)]))
+
+
+def _far_rows(work: Rows, step: int) -> Found | None:
+    """Of rows that are taken for far; those that are not are done again. None where few of the first are far."""
+    passes, rows = [], work.input.size(0)
+    first = max(1, step // 4)
+    for part in (slice(0, min(first, rows)), *_parts(rows, step, first)):
+        passes.append(_pass(_at(work, part), is_far=True))
+        # The device is waited for here, and when all are done.
+        if part.start == 0 and are_far(work.problem, passes[0].stats, passes[0].sums).float().mean() < 0.5:
+            return None
+    found = Found.joined(passes)
+    others = torch.nonzero(~are_far(work.problem, found.stats, found.sums)).squeeze(1)
+    for start in range(0, len(others), step):
+        _correct(work, found, others[start : start + step])
+    return found
+
+
+def _correct(work: Rows, found: Found, rows: Tensor) -> None:
+    """Do these rows again, which were taken for far."""
+    others = _at(work, rows)
+    of_others = _pass(others)
+    for number, its in zip(found.numbers, of_others.numbers, strict=True):
+        number[rows] = its.to(number.dtype)
+    for out, of_rows in ((work.d_input, others.d_input), (work.d_target, others.d_target)):
+        if out is not None and of_rows is not None:
+            out[rows] = of_rows
+    if work.figures is not None and others.figures is not None:
+        work.figures[:, rows] = others.figures
+
+
+def _is_whole(work: Rows) -> bool:
+    return work.verb in ("loss", "gradient") and work.known is None
+
+
+def _needs_sums(work: Rows) -> bool:
+    problem = work.problem
+    return _is_whole(work) and (work.has_outputs or problem.has_logits or not problem.formula.finish_is_linear)
+
+
+def _may_be_far(work: Rows) -> bool:
+    """Whether rows are first taken for far, and looked at later: where they are still there, and can be waited for."""
+    problem, x, y = work.problem, work.input, work.target
+    is_one_piece = x.numel() > 0 and x.size(1) <= _chunk(x)
+    if not (_is_whole(work) and problem.is_normalised and is_one_piece and looks_late(x.device)):
+        return False
+    written_over = (
+        out is not None and out.data_ptr() == of.data_ptr() for out, of in ((work.d_input, x), (work.d_target, y))
+    )
+    return compute_dtype(x, y) == torch.float32 and not any(written_over)
+
+
+def can_be_read(device: torch.device) -> bool:
+    """Whether the host can have numbers of it now: not where there are none, nor while a graph is captured."""
+    return device.type != "meta" and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def looks_late(device: torch.device) -> bool:
+    """Whether sums are looked at when all have been found. On a CPU each is at once."""
+    return device.type != "cpu" and can_be_read(device)
+
+
+def _at(work: Rows, rows: slice | Tensor) -> Rows:
+    """Some of its rows: views, or, of rows that have numbers, copies."""
+    known, found, figures = (None if t is None else t[:, rows] for t in (work.known, work.found, work.figures))
+    d_input, d_target = (None if t is None else t[rows] for t in (work.d_input, work.d_target))
+    operands = Operands._make(None if t is None else t[rows] for t in work.operands)
+    return work._replace(
+        operands=operands, known=known, found=found, figures=figures, d_input=d_input, d_target=d_target
+    )
+
+
+def _without_sums(work: Rows) -> None:
+    """Statistics, sums of rows whose statistics are known, or gradients of rows whose states are, or that want none."""
+    problem, known = work.problem, work.known
+    chunk = Chunk(problem, work.input, work.target, _is_whole(work))
+    if work.verb == "statistics":
+        _keep(work.found, chunk.statistics(with_moments=True))
+    elif work.verb == "accumulate" and known is not None:
+        _keep(work.found, chunk.accumulate(unpacked(RowStats, known)))
+    else:
+        _write(work, chunk, None if known is None else unpacked(RowState, known))
+
+
+def _pass(work: Rows, is_far: bool = False) -> Found:
+    """Write what is wanted of each row, but for losses and states, which follow from what is returned."""
+    problem, x = work.problem, work.input
+    is_loss_alone = work.found is None and not any(work.wants)
+    chunk = Chunk(problem, x, work.target, is_whole=True, is_loss_alone=is_loss_alone, is_far=is_far)
+    expected = chunk.expected(work.labels) if problem.has_auxiliary else ()  # before gradients take their place
+    stats, sums = chunk.sums()
+    if work.figures is not None:
+        _keep(work.figures, (chunk.lse(stats.input_lse), chunk.entropy(stats.input_lse)))
+    # Rows are finished together, but where a gradient waits for it.
+    one = x.new_ones((), dtype=accumulator(x))
+    is_linear = problem.formula.finish_is_linear
+    state = state_of(stats, sums, one.expand_as(sums.term)) if is_linear else finish(problem, stats, sums)[1]
+    _write(work, chunk, state)
+    return Found(stats, sums, expected)
+
+
+def _write(work: Rows, chunk: Chunk, state: RowState | None) -> None:
+    """The wanted gradients."""
+    if not any(work.wants):
         return
-    stats, sums = zip(*found, strict=True)
-    loss, state = finish(work.problem, RowStats._make(_joined(stats)), RowSums._make(_joined(sums)))
-    if of_labels:
-        expected = (torch.cat(numbers) for numbers in zip(*of_labels, strict=True))
-        loss = auxiliary.losses(work.problem, loss, state.input_lse, work.labels, *expected)
+    problem, weight, scale = work.problem, work.row_weight, work.scale * work.problem.weights.divergence
+    grad_out: Tensor | float = scale if weight is None else weight * scale
+    if state is not None and not problem.formula.finish_is_linear:
+        grad_out = weighted(state.d_loss * scale, weight)
+    upstream = None
+    if problem.has_auxiliary and state is not None:
+        sum_q = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, work.labels)
+        state = state._replace(d_log_q=sum_q)
+        upstream = weighted(torch.full_like(sum_q, work.scale), weight)
+    chunk.write(work, state, grad_out, None if weight is None else weight == 0, upstream)
+
+
+def _finish(work: Rows, found: Found) -> None:
+    """Of all rows: losses, their sum, and states."""
+    loss, state = finish(work.problem, found.stats, found.sums)
+    if found.expected:
+        loss = auxiliary.losses(work.problem, loss, state.input_lse, work.labels, *found.expected)
     loss = weighted(loss, work.row_weight)
     if work.figures is not None and work.row_weight is not None:
         work.figures.masked_fill_(work.row_weight == 0, 0)  # not read
     if work.loss is not None:
         work.loss.copy_(loss)
-    _keep(work.found, slice(None), state)
+    _keep(work.found, state)
     if work.total is not None:
         work.total.copy_(loss.sum() * work.scale)
 
 
-def _joined(records: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
-    """Each number of all rows."""
-    parts = (torch.cat(numbers) for numbers in zip(*records, strict=True))
-    return (numbers.to(accumulator(numbers)) for numbers in parts)
-
-
-def _keep(found: Tensor | None, part: slice, numbers: Sequence[Tensor]) -> None:
+def _keep(found: Tensor | None, numbers: Sequence[Tensor]) -> None:
     if found is not None:
-        found[:, part] = torch.stack([number.to(found.dtype) for number in numbers[: found.size(0)]])
+        found[:] = torch.stack([number.to(found.dtype) for number in numbers[: found.size(0)]])
 
 
 def _chunk(x: Tensor) -> int:
-    return CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
+    return CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK * x.itemsize
 
 
-def _parts(count: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+def _parts(count: int, step: int, start: int = 0) -> Iterator[slice]:
+    return (slice(first, min(first + step, count)) for first in range(start, count, step))
 
 
 class Chunk:
     """A few rows; of longer ones a piece at a time."""
 
-    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool, is_loss_alone: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        x: Tensor,
+        y: Tensor,
+        is_whole: bool,
+        is_loss_alone: bool = False,
+        is_far: bool = False,
+    ) -> None:
         self.problem, self.x, self.y = problem, x, y
         self.slices = list(_parts(x.size(1), max(1, _chunk(x) // max(1, x.size(0))))) or [slice(0, 0)]
-        self.whole = Piece(problem, x, y, is_whole, is_loss_alone) if len(self.slices) == 1 else None
+        self.whole = Piece(problem, x, y, is_whole, is_loss_alone, is_far) if len(self.slices) == 1 else None
 
     def pieces(self) -> Iterator[Piece]:
         """Made anew for each pass, so that one of a long row is in memory at a time."""
@@ -210,7 +311,6 @@ class Chunk:
     def write(
         self,
         work: Rows,
-        rows: slice,
         state: RowState | None,
         grad_out: Tensor | float,
         skipped: Tensor | None,
@@ -220,9 +320,9 @@ class Chunk:
 
         `upstream`: of the losses of rows that are more than divergences.
         """
-        labels, tokens = None if work.labels is None else work.labels[rows], self.x.size(1)
+        labels, tokens = work.labels, self.x.size(1)
         for piece, part in zip(self.pieces(), self.slices, strict=True):
-            outputs = [None if d is None else d[rows, part] for d in (work.d_input, work.d_target)]
+            outputs = [None if d is None else d[:, part] for d in (work.d_input, work.d_target)]
             marks = None
             if upstream is not None and self.problem.weights.label:
                 width = part.stop - part.start

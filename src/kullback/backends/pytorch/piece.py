@@ -9,7 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kullback.backends.pytorch.programs import OPERATIONS, PARTIALS, Way, adds_partials, least_fast_sum, program
+from kullback.backends.pytorch.programs import (
+    OPERATIONS,
+    PARTIALS,
+    Way,
+    adds_partials,
+    least_far_sum,
+    least_fast_sum,
+    program,
+)
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
@@ -31,9 +39,11 @@ class Elements(dict[str, Value]):
         problem: Problem,
         values: Mapping[str, Tensor],
         known: RowStats | RowState | None = None,
+        is_far: bool = False,
     ) -> None:
         super().__init__(x=values["input"], y=values["target"], **problem.parameters)
         self.problem, self.known, self.dtype = problem, known, compute_dtype(*values.values())
+        self.is_far = is_far
         double = self.dtype == torch.float64
         self.scales = {n: inverse_temperature(side, double) for n, side in zip(SIDES, problem.sides, strict=True)}
 
@@ -60,6 +70,9 @@ class Elements(dict[str, Value]):
             return self.scales[side]
         if field == "grad_sum":
             assert isinstance(known, RowState)
+            is_excess = self.get(PARTIAL_OF[side]) is self.get("q_minus_p", ...)
+            if self.is_far and is_excess and not self.problem.has_auxiliary:  # two rows of sum 1
+                return 0.0
             return self.column(known.d_log_q if side == "input" else known.d_log_p)
         assert field in ("max", "log_sum_exp")
         lse = known.input_lse if side == "input" else known.target_lse
@@ -85,6 +98,9 @@ class Elements(dict[str, Value]):
         if x_scale == y_scale:
             # Logits keep their digits when a whole number is taken off those that are larger in size.
             scale, rest = x_scale, rest if x_scale == 1 else rest / x_scale
+            if self.is_far:
+                ratio = (y - x).sub_(self.column(rest))
+                return ratio if scale == 1 else ratio.mul_(scale)
             whole = self.column(torch.round(rest))  # of float32 a number beyond 2²⁴ is whole, and another
             rest = rest - whole.squeeze(-1).to(rest.dtype)
             is_y_larger = (known.target_lse.abs() > known.input_lse.abs()).unsqueeze(-1)
@@ -106,6 +122,8 @@ class Elements(dict[str, Value]):
 
     def _q_minus_p(self) -> Tensor:
         """-(p + q) tanh(ratio / 2), which is exact near 0 and at the infinities."""
+        if self.is_far:
+            return torch.sub(self["q"], self["p"])
         ratio: Tensor = self["ratio"]
         if ratio.device.type == "cpu":  # where tanh takes three times as long as expm1
             less = torch.copysign(ratio, -1.0).expm1_()
@@ -125,18 +143,29 @@ class Elements(dict[str, Value]):
 class Piece:
     """Some elements of some rows, as they count, and what is known of their rows."""
 
-    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool, is_loss_alone: bool = False) -> None:
-        """`is_whole`: whether these are known to be all of their rows; `is_loss_alone`: whether no gradient follows."""
-        self.problem, self.is_whole, self.is_loss_alone = problem, is_whole, is_loss_alone
+    def __init__(
+        self,
+        problem: Problem,
+        x: Tensor,
+        y: Tensor,
+        is_whole: bool,
+        is_loss_alone: bool = False,
+        is_far: bool = False,
+    ) -> None:
+        """`is_whole`: whether these are known to be all of their rows; `is_loss_alone`: whether no gradient follows.
+
+        `is_far`: whether to take rows for far. Whoever says so looks at the sums.
+        """
+        self.problem, self.is_whole, self.is_loss_alone, self.is_far = problem, is_whole, is_loss_alone, is_far
         dtype = compute_dtype(x, y)
         self.values = {}
         for name, values, side in zip(SIDES, (x, y), problem.sides, strict=True):
             self.values[name] = capped(values.to(dtype), side.softcap)
         self.elements = Elements(problem, self.values)
-        self.way = self._way()
+        self.way = Way.FAR if is_far else self._way()
 
     def _way(self) -> Way:
-        """What is tried first. On a device no sum can be looked at, for that would wait for it."""
+        """What is tried first. On a device no sum is looked at here, for that would wait for it."""
         x, y = self.values.values()
         if compute_dtype(x, y) == torch.float64 or x.numel() == 0:  # exact, though literal rows take twice as long
             return Way.EXACT
@@ -150,7 +179,7 @@ class Piece:
         """Some of its rows, as a piece whose formula is exact."""
         part = object.__new__(Piece)
         part.problem, part.way = self.problem, Way.EXACT
-        part.is_whole, part.is_loss_alone = self.is_whole, self.is_loss_alone
+        part.is_whole, part.is_loss_alone, part.is_far = self.is_whole, self.is_loss_alone, False
         part.values = {name: values[rows] for name, values in self.values.items()}
         part.elements = Elements(part.problem, part.values)
         part.elements |= {name: self.elements[name][rows] for name in MASSES.values() if name in self.elements}
@@ -161,7 +190,7 @@ class Piece:
         former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
         are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in names]
         kept = OF_TILTED if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
-        self.elements = Elements(self.problem, self.values, known)
+        self.elements = Elements(self.problem, self.values, known, self.is_far)
         self.elements |= {name: former[name] for name in kept if name in former}
         for name, side, lse in zip(SIDES, self.problem.sides, (known.input_lse, known.target_lse), strict=True):
             if side.form == "logits" and MASSES[name] not in self.elements:
@@ -175,7 +204,7 @@ class Piece:
         lse = [self._own_lse(name) if side.form == "logits" else nothing for name, side in sides]
         stats = RowStats._make([*lse, nothing, nothing, nothing, self._numbers(Mode.SAFE), nothing])
         with_moments = with_moments and problem.has_moments
-        if problem.is_normalised and (with_moments or has_corner(problem.kind)):
+        if problem.is_normalised and (with_moments or (has_corner(problem.kind) and not self.is_far)):
             stats = self._centred(stats)
         if problem.formula.has_tilted_lse and problem.is_normalised:
             self.normalise(stats)
@@ -267,7 +296,8 @@ class Piece:
                 if side.softcap:
                     result = result * softcap_grad(self.values[name], side.softcap)
                 # The other ways are a CPU's, which may look whether there are any.
-                if skipped is not None and (self.way in (Way.EXACT, Way.PARTIALS) or bool(skipped.any())):
+                is_looked_at = self.way in (Way.FAST, Way.IN_RANGE)
+                if skipped is not None and (not is_looked_at or bool(skipped.any())):
                     result = torch.where(skipped.unsqueeze(-1), 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
 
@@ -317,15 +347,19 @@ class Piece:
         problem = self.problem
         is_of_partials = adds_partials(problem.kind, problem.parameter, way)
         names = list(PARTIALS) if is_of_partials or (problem.has_logits and not self.is_loss_alone) else []
+        nothing = self._numbers(0.0)
         results = self.run(names if is_of_partials else ["term", *names], way)
         self.elements |= {name: results[name] for name in names}
         totals = {id(result): result for result in results.values()}
+        if self.is_far:  # two rows of sum 1
+            totals.pop(id(self.elements.get("q_minus_p")), None)
         totals = {key: result.sum(-1) for key, result in totals.items()}
         if not self.is_whole:  # else widened with all rows'
             totals = {key: total.to(accumulator(total)) for key, total in totals.items()}
-        found = {name: totals[id(result)] for name, result in results.items()}
+        found = {name: totals.get(id(result), nothing) for name, result in results.items()}
         if is_of_partials:
-            term = found["d_log_p"] + found["d_log_q"]
+            found["term"] = term = found["d_log_p"] + found["d_log_q"]
+        if is_of_partials and not self.is_far:
             # Of a loss that is infinite both may be, with opposite signs.
             is_infinite = found["d_log_p"].isinf() | found["d_log_q"].isinf()
             found["term"] = torch.where(is_infinite, math.inf, term)
@@ -333,10 +367,20 @@ class Piece:
             # Against it they are 0, but for what rounds its masses; against an infinite one they would be NaN.
             is_near = self.elements.known.tilted_lse == 0
             found = {name: torch.where(is_near, total, 0.0) for name, total in found.items()}
-        nothing = self._numbers(0.0)
         sums = (found.get(name, nothing) for name in ("term", "d_log_p", "d_log_q"))
         # Both sides' masses sum to 1. What the log-ratios have in common, an error of 1e-7, enters sums squared.
         return RowSums._make([*sums, nothing, self._numbers(Mode.FAST if way is Way.FAST else Mode.SAFE)])
+
+
+MOST_BETWEEN = 16  # times a sum: a log-ratio is rounded by 6e-8 of what lies between both sides' logits
+
+
+def are_far(problem: Problem, stats: RowStats, sums: RowSums) -> Tensor:
+    """The rows of `Way.FAR` whose sums are finite, and large beside what they are off by."""
+    size = torch.where(stats.tilted_lse == 0, sums.term, stats.tilted_lse.abs())
+    between = (stats.target_lse - stats.input_lse).abs() / MOST_BETWEEN
+    is_finite = torch.stack([sum.to(size.dtype) for sum in sums]).sum(0).isfinite()
+    return is_finite & (size >= between.clamp(min=least_far_sum(problem)))
 
 
 def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ class Way(enum.Enum):
     EXACT = enum.auto()  # as the formula is written: near p = q and at 0 too
     PARTIALS = enum.auto()  # of normalised rows, by cheaper guards; terms add up as partial derivatives, by Euler
     FAST = enum.auto()  # nothing for p = q, 0 or infinity: sums tell where that was wrong
+    FAR = enum.auto()  # the same, with log-ratios and q - p as they are rounded: in fewest operations
     IN_RANGE = enum.auto()  # literal rows without 0 or infinity: no guards
 
 
@@ -62,6 +63,8 @@ def _fraction(part: Tensor, whole: Tensor) -> Tensor:
 
 def _add_product(a: Value, b: Value, c: Value, sign: int = 1) -> Value:
     """a ± b·c in one operation; parameters are numbers."""
+    if isinstance(c, float) and c == 0:
+        return a
     tensors = [factor for factor in (b, c) if isinstance(factor, Tensor)]
     if not isinstance(a, Tensor) or not tensors:
         return a + sign * (b * c)
@@ -102,7 +105,13 @@ UNGUARDED: Mapping[str, Callable[..., Any]] = {
     "log_difference": operator.sub,
 }
 
-OPERATIONS = {Way.EXACT: GUARDED, Way.PARTIALS: NORMALISED, Way.FAST: UNGUARDED, Way.IN_RANGE: UNGUARDED}
+OPERATIONS = {
+    Way.EXACT: GUARDED,
+    Way.PARTIALS: NORMALISED,
+    Way.FAST: UNGUARDED,
+    Way.FAR: UNGUARDED,
+    Way.IN_RANGE: UNGUARDED,
+}
 
 
 LOG_MASSES = {
@@ -128,7 +137,7 @@ def _rule(way: Way) -> Callable[[str, tuple[Value, ...]], Value]:
             case (("add" | "sub"), (Symbol() as a, Symbol(op="mul", args=(Symbol() as b, Symbol() as c)))):
                 # Not of two products, one of which would be rounded and the other not: exchanging p and q shows.
                 return node(op, *args) if a.op == "mul" else node(f"{op}_product", a, b, c)
-            case "select_near", (_, _, _, far) if way is Way.FAST:
+            case "select_near", (_, _, _, far) if way in (Way.FAST, Way.FAR):
                 return far
             case "select_near", (_, _, Symbol(op="ratio_or_zero") as near, _) if way is Way.PARTIALS:
                 return near  # where nothing cancels it holds far, too: kinds are tested so
@@ -180,10 +189,16 @@ SMALL_SHARE = 0.02  # with less one partial derivative is the difference of numb
 
 def adds_partials(kind: str, parameter: float, way: Way) -> bool:
     """Whether a row's sum of terms is found as that of partial derivatives. Where there is a corner they cancel."""
-    if way is Way.PARTIALS:
+    if way in (Way.PARTIALS, Way.FAR):
         is_small = 0 < parameter < SMALL_SHARE or 1 - SMALL_SHARE < parameter < 1  # 0 of a kind that has none
         return not has_corner(kind) and not is_small
     return way is Way.FAST and traits(kind).is_sum_of_partials
+
+
+def least_far_sum(problem: Problem) -> float:
+    """The same where log-ratios are rounded. Where these, or signs, are summed, what masses are off by shows."""
+    shows = traits(problem.kind).is_sum_of_partials or has_corner(problem.kind)
+    return max(least_fast_sum(problem), 0.1 if shows else 0.02)
 
 
 class Traits(NamedTuple):
