@@ -457,11 +457,12 @@ def torch_on_a_gpu():
     """Milliseconds of logits by the torch backend, forced, beside torch's own."""
     names = ("kullback", "eager", "torch.compile")
     lines = header("", "", *names, "kullback over eager")
-    for result in load("h100/logits_torch"):
+    for result in load("h100/real_torch")["results"] + load("h100/logits_torch"):
         case, found = result["case"], milliseconds(result)
+        student = f", {case['student']}" if "student" in case else ""
         for task in TASKS[:2]:
             times = [found[name, task] for name in names]
-            of = f"{case['kind']}, {case['rows']} × {case['vocab']}, {case['dtype']}"
+            of = f"{case['kind']}, {case['rows']} × {case['vocab']}, {case['dtype']}{student}"
             cells = " | ".join(f"{each:.1f}" for each in times)
             lines.append(f"| {of} | {task} | {cells} | {times[0] / times[1]:.2f} |")
     return "\n".join(lines)
