@@ -89,6 +89,9 @@ def test_a_backward_runs_where_its_forward_was_forced_to():
         "top k rows": lambda: kullback.topk_divergence(
             x, X[:, :2].log(), torch.tensor([[0, 1]] * 3), reduction="none"
         ).sum(),
+        "a top-k teacher's tokens alone": lambda: kullback.topk_divergence(
+            x, X[:, :2].log(), torch.tensor([[0, 1]] * 3), tail="support"
+        ),
         "linear": lambda: kullback.linear_divergence(x, X, X, X.clone()),
         "linear rows": lambda: kullback.linear_divergence(x, X, X, X.clone(), reduction="none").sum(),
     }
@@ -97,6 +100,11 @@ def test_a_backward_runs_where_its_forward_was_forced_to():
             loss = call()
         loss.backward()
         assert kullback.backend_info().name == "torch", name
+        if "linear" not in name:
+            with kullback.backend("torch"):
+                loss = call()
+            torch.autograd.grad(loss, x, create_graph=True)
+            assert kullback.backend_info().name == "torch", name
 
 
 def test_each_thread_forces_for_itself():

@@ -105,6 +105,25 @@ def test_inductor_of_one_count(call, reduction, generator):
     check_inductor(call, reduction, generator, (12,), dynamic=False)
 
 
+def twice(h, weight, bias, reduction):
+    return kullback.linear_divergence(
+        h, weight, 2 * h, weight, bias=bias, target_bias=bias, reduction=reduction
+    ) + kullback.divergence(h, h, row_weight=bias[:3], reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_tensor_may_be_given_twice(reduction, generator):
+    h, weight, bias = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((3, 4), (5, 4), (5,)))
+    given = h, weight, bias.detach().abs()
+    ours, theirs = (
+        call(*given, reduction).sum() for call in (torch.compile(twice, fullgraph=True, backend="aot_eager"), twice)
+    )
+    torch.testing.assert_close(ours, theirs)
+    both = (torch.autograd.grad(loss, (h, weight)) for loss in (ours, theirs))
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("tail", ["renormalize", "zero"])
 def test_inductor_of_other_tails(tail, generator):
     given = rows(12, generator)

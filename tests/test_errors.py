@@ -1,5 +1,6 @@
 """Bad input gets an error before any work, naming the argument, what came and what was wanted."""
 
+import numpy
 import pytest
 import torch
 
@@ -119,6 +120,30 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
         (lambda: kullback.divergence(X, X, normalizer=0.0), ValueError, ["normalizer", "positive"]),
         (lambda: kullback.divergence(X, X, normalizer=torch.ones(1)), ValueError, ["normalizer", "0-d"]),
         (lambda: kullback.divergence(X, X, normalizer="3"), TypeError, ["normalizer", "str"]),
+        *(
+            (call, TypeError, [f"{name} must be a dense tensor; got torch.sparse_coo"])
+            for name, call in {
+                "row_weight": lambda: kullback.divergence(X, X, row_weight=X[:, 0].to_sparse()),
+                "labels": lambda: kullback.divergence(X, X, labels=LABELS.to_sparse()),
+                "normalizer": lambda: kullback.divergence(X, X, normalizer=X[0, 0].to_sparse()),
+                "target_indices": lambda: kullback.topk_divergence(X, X, X.long().to_sparse()),
+            }.items()
+        ),
+        (lambda: kullback.divergence(X, X, row_weight=NESTED), TypeError, ["row_weight must not be a nested tensor"]),
+        *(
+            (call, TypeError, [f"divergence_weight must be a number; got {what}"])
+            for zero, what in ((torch.tensor(0.0), "a Tensor"), (numpy.zeros(2), "ndarray"))
+            for call in (
+                lambda zero=zero: kullback.divergence(X, X, divergence_weight=zero),
+                lambda zero=zero: kullback.linear_divergence(X, X, X, X, divergence_weight=zero),
+            )
+        ),
+        (
+            lambda: kullback.divergence(X, X, valid_vocab=torch.tensor(3.0)),
+            TypeError,
+            ["valid_vocab must be an integer; got Tensor"],
+        ),
+        (lambda: kullback.enable_symmetric_memory(None), TypeError, ["group must be", "got NoneType"]),
         (
             lambda: kullback.divergence(X, X, normalizer=2.0, reduction="sum"),
             ValueError,

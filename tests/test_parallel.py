@@ -315,6 +315,12 @@ def check_labels(ranks: Ranks):
         where = {} if asks else place
         loss = kullback.divergence(*leaves, kind, labels=on_device, group=ranks.group, **where, **options)
         hold(ranks, loss, leaves, truth, gradients, dtype, (kind, dtype))
+    for form in ("probs", "log_probs"):
+        x, y = (sample(form, (vocab,), generator().manual_seed(i), torch.float64) for i in range(2))  # one bare row
+        truth = kullback.divergence(x, y, form=form, labels=labels[0, 0])
+        slices = (ranks.slice(t, cuts=cuts) for t in (x, y))
+        loss = kullback.divergence(*slices, form=form, labels=on_device[0, 0], group=ranks.group, **place)
+        assert relative_error(loss, truth) < GRADIENT, form
     x = sample("logits", (2, 5, vocab), generator(), torch.float64)
     log_p, ids = sample("log_probs", (2, 5, vocab), generator().manual_seed(3), torch.float64).topk(6)
     teacher = log_p.to(ranks.device), ids.to(ranks.device)
@@ -649,8 +655,13 @@ def check_agreement(ranks: Ranks):
     ):
         with pytest.raises(ValueError, match=r"label_smoothing is not for a vocabulary that ranks share; got 0.1"):
             loss(*operands, **smoothed)
-    with pytest.raises(ValueError, match="first_token must lie from 0 to 1"):
-        kullback.topk_divergence(x[:, :9], x[:, :1], x[:, :1].long(), group=ranks.group, first_token=2, total_vocab=10)
+    for call in (
+        lambda **place: kullback.topk_divergence(x[:, :9], x[:, :1], x[:, :1].long(), **place),
+        lambda **place: kullback.divergence(x[:, :9], x[:, :9], **place),
+        lambda **place: kullback.divergence(x[:, :9], x[:, :9], labels=smoothed["labels"], **place),
+    ):
+        with pytest.raises(ValueError, match="first_token must lie from 0 to 1"):
+            call(group=ranks.group, first_token=2, total_vocab=10)
 
 
 def check_compiled(ranks: Ranks):

@@ -52,6 +52,17 @@ def test_as_written_out(reduction, weight, normalizer, backend, device, generato
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("option", ["row_weight", "normalizer"])
+def test_forward_mode_keeps_the_tangent_of_what_weighs_rows(option, generator):
+    x, y = torch.randn(2, 4, 7, generator=generator, dtype=torch.float64)
+    given = torch.rand(4 if option == "row_weight" else (), generator=generator, dtype=torch.float64)
+    loss = lambda value: kullback.divergence(x, y, **{option: value})
+    expected = torch.func.jvp(loss, (given,), (torch.ones_like(given),))[1]
+    with torch.autograd.forward_ad.dual_level():
+        found = loss(torch.autograd.forward_ad.make_dual(given, torch.ones_like(given)))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(found).tangent, expected)
+
+
 def test_a_sum_that_its_dtype_lacks_is_infinite():
     """Of float64 rows, as those of a top-k teacher over ranks are, with a float32 loss."""
     x, y = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[30.0, 0.0, 0.0]], dtype=torch.float64)

@@ -272,6 +272,11 @@ def test_what_cannot_be_enabled():
             kullback.enable_symmetric_memory(group, rows=0)
         with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
             kullback.enable_symmetric_memory(group, timeout=timedelta())
+        for rows in (3.5, True, None):
+            with pytest.raises(TypeError, match=f"rows must be an integer; got {type(rows).__name__}"):
+                kullback.enable_symmetric_memory(group, rows=rows)
+        with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta; got int"):
+            kullback.enable_symmetric_memory(group, timeout=5)
 
 
 def test_a_group_of_the_same_name_is_not_enabled():

@@ -12,7 +12,7 @@ from torch import Tensor
 from kullback import backends, library
 from kullback.backends.pytorch.differentiable import gradient_by_formula
 from kullback.problem import Problem, accumulator, decode
-from kullback.tracing import is_traced
+from kullback.tracing import distinct, is_traced
 from kullback.work import Operands, Scale, weighted
 
 Context: TypeAlias = Any  # of an autograd.Function: torch gives it no type
@@ -95,11 +95,11 @@ class Gradient(torch.autograd.Function):
 def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
     """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
     wants = ctx.needs_input_grad[-len(operands)], ctx.needs_input_grad[1 - len(operands)]
-    if is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
-        gradients = Gradient.apply(ctx.problem, wants, state, *operands)
-        return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
     with backends.restored(ctx.backend):
-        return library.write_gradients(ctx.problem, operands, state, wants)
+        if not is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
+            return library.write_gradients(ctx.problem, operands, state, wants)
+        gradients = Gradient.apply(ctx.problem, wants, state, *distinct(operands))
+    return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
 
 
 class Total(torch.autograd.Function):
@@ -274,7 +274,7 @@ def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype
     x, y = operands.input, operands.target
     is_shared, traced = bool(problem.shard.group), is_traced(x, y)
     if traced and not is_shared:
-        return Total.apply(problem, scale, dtype, *operands)  # type: ignore[no-any-return]
+        return Total.apply(problem, scale, dtype, *distinct(operands))  # type: ignore[no-any-return]
     wants = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     waits = wants and waits_for_scaler(x, y)
     if (is_shared and (traced or waits)) or (waits and x.device.type == "cpu" and problem.has_logits):
@@ -290,7 +290,7 @@ def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, `input.shape[:-1]`."""
     x, y = operands.input, operands.target
     if is_traced(x, y):
-        return PerRow.apply(problem, dtype, *operands)[0]  # type: ignore[no-any-return]
+        return PerRow.apply(problem, dtype, *distinct(operands))[0]  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return EagerPerRow.apply(problem, dtype, *operands)  # type: ignore[no-any-return]
     return library.row_losses(problem, operands, dtype)[0]

@@ -201,9 +201,13 @@ def valid_width(valid: int | None, most: int | None) -> int:
     """Of at most so many tokens, if that is known; 0 where nothing is said."""
     if valid is None:
         return 0
-    if isinstance(valid, bool) or not isinstance(valid, (int, SupportsIndex)):
+    try:
+        given = None if isinstance(valid, bool) else valid if isinstance(valid, int) else operator.index(valid)
+    except TypeError:
+        given = None
+    if given is None:
         raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
-    valid = operator.index(valid) if not isinstance(valid, int) else valid
+    valid = given
     if valid < 1 or (most is not None and valid > most):
         bound = "positive" if most is None else f"from 1 to {most}, the shorter vocabulary"
         raise ValueError(f"valid_vocab must be {bound}; got {valid}")
@@ -215,15 +219,19 @@ def check_group(group: ProcessGroup | None, first_token: int | None = None, tota
         if first_token is not None or total_vocab is not None:
             raise ValueError("first_token and total_vocab are of a slice of the vocabulary; got no group")
         return
-    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-        raise TypeError(
-            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}"
-        )
+    check_process_group(group)
     if (first_token is None) != (total_vocab is None):
         raise ValueError(f"first_token and total_vocab go together; got {first_token} and {total_vocab}")
     for name, value in (("first_token", first_token), ("total_vocab", total_vocab)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
+
+
+def check_process_group(group: object) -> None:
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise TypeError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in; got {type(group).__name__}"
+        )
 
 
 def check_slice(width: int, first_token: int | None, total_vocab: int | None) -> None:
@@ -331,8 +339,7 @@ def number(name: str, value: object) -> float:
 
 
 def row_weight(weight: Tensor, input: Tensor) -> Tensor:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"row_weight must be a tensor; got {type(weight).__name__}")
+    check_dense("row_weight", weight)
     if weight.dtype not in (*FLOATS, *IDS, torch.bool):
         raise TypeError(f"row_weight must be of a float, integer or bool dtype; got {weight.dtype}")
     if weight.shape != input.shape[:-1]:
@@ -344,8 +351,7 @@ def row_weight(weight: Tensor, input: Tensor) -> Tensor:
 
 def labels(given: Tensor, input: Tensor) -> Tensor:
     """The labels as int64, if their shape, dtype and device will do."""
-    if not isinstance(given, Tensor):
-        raise TypeError(f"labels must be a tensor; got {type(given).__name__}")
+    check_dense("labels", given)
     if given.dtype not in IDS:
         raise TypeError(f"labels must be of an integer dtype; got {given.dtype}")
     if given.shape != input.shape[:-1]:
@@ -460,6 +466,7 @@ def check_reduction(reduction: str, normalizer: float | Tensor | None, input: Te
     if reduction != "mean":
         raise ValueError(f'normalizer goes with reduction "mean"; got reduction {reduction!r}')
     if isinstance(normalizer, Tensor):
+        check_dense("normalizer", normalizer)
         if normalizer.dim() != 0:
             raise ValueError(f"normalizer must be a number or 0-d; got shape {shape(normalizer)}")
         if normalizer.dtype not in (*FLOATS, *IDS):
@@ -478,14 +485,18 @@ def is_autocast(tensor: Tensor) -> bool:
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
+    check_dense(name, tensor)
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
     if tensor.is_nested:
         raise TypeError(f"{name} must not be a nested tensor: give its rows, {name}.values(), or a padded tensor")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} must be a dense tensor; got {tensor.layout}: {name}.to_dense() is one")
-    if tensor.dtype not in FLOATS:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64; got {tensor.dtype}")
 
 
 def check_pair(input: Tensor, target: Tensor) -> None:
@@ -606,8 +617,7 @@ def shared_vocab(valid: int | None, student: int, teacher: int) -> int:
 def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
     """A top-k teacher's entries and their ids. Whether these are tokens is said where they are read."""
     check_tensor(name, values)
-    if not isinstance(indices, Tensor):
-        raise TypeError(f"target_indices must be a tensor; got {type(indices).__name__}")
+    check_dense("target_indices", indices)
     if indices.dtype not in IDS:
         raise TypeError(f"target_indices must be of an integer dtype; got {indices.dtype}")
     rows = input.shape[:-1]

@@ -227,7 +227,7 @@ def divergence(
     """
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
     checks.check_flag("inplace", inplace)
-    if target is None or divergence_weight == 0:
+    if target is None or checks.number("divergence_weight", divergence_weight) == 0:
         if target is not None:
             checks.check_pair(input, target)
             if group is None or valid_vocab != 0:  # a rank may have a slice of padding alone
@@ -262,6 +262,7 @@ def divergence(
         shard = parallel.shard(group)
     vocab = checks.valid_vocab(valid_vocab, input, target)
     tokens = vocab or input.size(-1)
+    checks.check_slice(tokens, first_token, total_vocab)
     if labels is not None:
         labels = checks.labels(labels, input)
         if form != "logits" and sharded.shares_vocab(input):
@@ -680,7 +681,7 @@ def linear_divergence(
         "target_softcap": target_softcap,
     }
     masks_later = False  # whether rows without a label are left out once each rank has all rows
-    if target is None or divergence_weight == 0:
+    if target is None or checks.number("divergence_weight", divergence_weight) == 0:
         checks.check_name("tail", tail, checks.TAILS)
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)

@@ -26,7 +26,7 @@ from kullback.autograd import Context, Gradients, differentiated, waits_for_scal
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
 from kullback.problem import Problem, accumulator, decode
 from kullback.state import packed, state_fields
-from kullback.tracing import is_batched, is_traced
+from kullback.tracing import distinct, is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, in_memory, weighted
 
 # Logits and their gradients that are in memory at once. The float32 sum of a head's gradient is read and written once
@@ -574,7 +574,7 @@ def total(task: Task, models: Models, scale: float) -> Tensor:
     """scale · Σ row_weight · loss, 0-d."""
     if any(task.wants) and waits_for_scaler(models.hidden, models.target):
         return (per_row(task, models).sum() * scale).to(task.dtype)
-    return LinearTotal.apply(task, scale, *models)  # type: ignore[no-any-return]
+    return LinearTotal.apply(task, scale, *distinct(models))  # type: ignore[no-any-return]
 
 
 def per_row(task: Task, models: Models) -> Tensor:
@@ -582,4 +582,4 @@ def per_row(task: Task, models: Models) -> Tensor:
     if any(task.wants) and not torch.compiler.is_compiling():
         # What inference mode made cannot be saved for backward; a copy made outside of it can.
         models = Models._make(t.clone() if t is not None and t.is_inference() else t for t in models)
-    return LinearPerRow.apply(task, *models)  # type: ignore[no-any-return]
+    return LinearPerRow.apply(task, *distinct(models))  # type: ignore[no-any-return]

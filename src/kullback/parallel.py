@@ -328,7 +328,7 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, ...]: everyone's, in rank order."""
     gathered = tensor.new_empty((group.size(), *tensor.shape))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.flatten(0, 1), tensor.contiguous(), group=group)
+    gather(gathered.view(-1), tensor.reshape(-1), group=group)
     return gathered
 
 

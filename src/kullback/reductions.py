@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kullback.problem import accumulator
-from kullback.tracing import PLAIN, in_functorch, is_symbolic
+from kullback.tracing import PLAIN, in_forward_ad, in_functorch, is_symbolic
 
 
 class Reduction(NamedTuple):
@@ -53,7 +53,7 @@ def reduction_of(
             return _mean(input.shape, dtype)
         except TypeError:  # sizes that are symbols cannot be hashed
             pass
-    if row_weight is not None and (row_weight.requires_grad or in_functorch()):
+    if row_weight is not None and _is_differentiated(row_weight):
         # A weight's gradient is its row's loss. Rows of weight 0 are still not read.
         divisor = None if name != "mean" else row_weight.sum() if normalizer is None else normalizer
         is_read = (row_weight.detach() != 0).to(row_weight.dtype)
@@ -64,7 +64,7 @@ def reduction_of(
         return Reduction(row_weight, 1.0, False, dtype)
     if isinstance(normalizer, Tensor):
         # Folded into the weights it costs no operation; of DTensors these lie as rows do, and a number does not.
-        if normalizer.requires_grad or in_functorch() or (row_weight is None and type(input) not in PLAIN):
+        if _is_differentiated(normalizer) or (row_weight is None and type(input) not in PLAIN):
             return Reduction(row_weight, 1.0, False, dtype, divisor=normalizer)
         inverse = 1 / one_for_zero(normalizer.detach().to(input.device, accumulator(input)))
         return Reduction(inverse if row_weight is None else row_weight * inverse, 1.0, False, dtype)
@@ -76,6 +76,10 @@ def reduction_of(
         return Reduction(row_weight / one_for_zero(row_weight.sum()), 1.0, False, dtype)
     # Compiled: 1 / rows as a number would be compiled anew for each count.
     return Reduction(None, 1.0, False, dtype, divisor=max(math.prod(input.shape[:-1]), 1))
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    return tensor.requires_grad or in_functorch() or in_forward_ad()
 
 
 @functools.lru_cache(maxsize=1024)

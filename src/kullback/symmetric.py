@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from kullback.checks import check_process_group
 from kullback.work import Peers
 
 PACKETS = 20  # of 64 bits, for a row and a rank: in two halves an estimate's two and two exchanges' four (ranks.cuh)
@@ -62,6 +63,7 @@ def enable_symmetric_memory(
         timeout: how long a rank waits for another.
 
     Raises:
+        TypeError: for no group that this rank is in, no integer or no timedelta.
         RuntimeError: on all ranks, if on one there is no such memory; the message says why.
         ValueError: for more than 8 ranks; for no rows, or not the same on all ranks; for no time.
 
@@ -74,11 +76,18 @@ def enable_symmetric_memory(
     group has no symmetric memory; rank 0 says: it serves GPUs of compute capability 9.0 or later
     >>> dist.destroy_process_group()
     """
+    check_process_group(group)
     if group.size() > MAX_RANKS:
         raise ValueError(f"group must have at most {MAX_RANKS} ranks, those of one host; got {group.size()}")
     asked: list[Any] = [None] * group.size()
     dist.all_gather_object(asked, (rows, timeout), group=group)  # before all checks: all ranks raise, or none
     of_ranks, timeouts = zip(*asked, strict=True)
+    for count in of_ranks:
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"rows must be an integer; got {type(count).__name__}")
+    for time in timeouts:
+        if not isinstance(time, datetime.timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta; got {type(time).__name__}")
     if len(set(of_ranks)) > 1:
         raise ValueError(f"rows must be the same on all ranks, got {', '.join(map(str, of_ranks))}")
     most = (1 << 32) // (PACKETS * group.size()) - 1

@@ -324,11 +324,13 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Tensor, Tensor, Problem, int], output: Tensor) -> None:
         input, ids, ctx.problem, _ = inputs
+        ctx.backend = backends.forced()
         ctx.save_for_backward(input, ids, output)
 
     @staticmethod
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
-        return ScatterRows.apply(*ctx.saved_tensors, grad_out, ctx.problem), None, None, None
+        with backends.restored(ctx.backend):
+            return ScatterRows.apply(*ctx.saved_tensors, grad_out, ctx.problem), None, None, None
 
 
 class ScatterRows(torch.autograd.Function):
@@ -492,8 +494,8 @@ def _differentiable(ctx: Context, operands: Operands, grad_out: Tensor) -> Tenso
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), backends.restored(ctx.backend):
         losses = _composed(ctx.teacher, operands, ctx.dtype)
-    grad_out = grad_out.expand(losses.shape)
-    return torch.autograd.grad(losses, operands.input, grad_out, create_graph=create_graph)[0]
+        grad_out = grad_out.expand(losses.shape)
+        return torch.autograd.grad(losses, operands.input, grad_out, create_graph=create_graph)[0]
 
 
 def _composed(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -34,13 +34,23 @@ def is_traced(*tensors: Tensor) -> bool:
     """Whether something traces, transforms or overrides the call: it wants pure operators and all of autograd."""
     if torch.compiler.is_compiling() or _jit_is_tracing() or _functorch_is_active() or _dispatch_modes():
         return True
-    # A level of forward-mode AD is open: autograd.Function refuses it, a bare operator would drop tangents.
-    if getattr(_forward_ad, "_current_level", -1) >= 0:
+    if in_forward_ad():  # autograd.Function refuses it, a bare operator would drop tangents
         return True
     for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
         if type(tensor) not in PLAIN or is_batched(tensor):
             return True
     return False
+
+
+def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same tensors; while a compiler traces, none of them twice: a Function that it traces takes none so."""
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        is_repeated = tensor is not None and any(tensor is other for other in found)
+        found.append(tensor.view_as(tensor) if tensor is not None and is_repeated else tensor)
+    return found
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -73,6 +83,11 @@ def is_symbolic(number: float) -> bool:
     # A module that compilers have imported, and that takes long to import.
     is_known = torch.fx.experimental.symbolic_shapes.statically_known_true
     return not (is_known(number > UNLIKELY) or is_known(number <= UNLIKELY))
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open: then a tensor may have a tangent and not require a gradient."""
+    return getattr(_forward_ad, "_current_level", -1) >= 0
 
 
 def in_functorch() -> bool:

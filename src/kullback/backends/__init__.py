@@ -73,7 +73,7 @@ def backend_info() -> BackendInfo:
 def backend(name: str) -> Iterator[None]:
     """Force "cuda", "c" or "torch" for the calls inside and their backward.
 
-    It holds for this thread, or task, alone.
+    It holds for this thread, or task, alone. The backward of compiled code runs where it is called.
 
     Raises:
         ValueError: another name.
