@@ -367,9 +367,19 @@ def test_a_full_device_is_an_error_and_no_traceback(command):
         line = [sys.executable, "-m", "kullback", *command.split()]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (
-        1,
+        2,
         "Error: standard output cannot be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("command", ["show kl", "info"])
+def test_a_reader_that_has_gone_is_no_failure(command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    line = [sys.executable, "-m", "kullback", *command.split()]
+    done = subprocess.run(line, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")

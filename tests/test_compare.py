@@ -393,6 +393,30 @@ def test_blocks_and_groups_by_a_column(tmp_path, hidden):
         assert words in " ".join(result.output.split())
 
 
+def test_groups_that_are_shown_alike_are_told_apart(tmp_path, hidden):
+    reference, candidate, head, tokens = hidden
+    columns = {"group": np.arange(WINDOWS) % 3, "groups": ["web\r", "web", "a\u0001"]}
+    write_run(tmp_path / "a", reference, head, tokens, **columns)
+    write_run(tmp_path / "b", candidate, head, tokens)
+    found = found_by(tmp_path, tmp_path / "a", tmp_path / "b")["candidates"][0]["by_group"]
+    counts = np.bincount(np.arange(WINDOWS) % 3) * (ROWS // WINDOWS)
+    assert {name: of["rows"] for name, of in found.items()} == dict(
+        zip(["'web\\r'", "'web'", "'a\\x01'"], counts.tolist(), strict=True)
+    )
+
+
+def test_half_of_a_window_ends_before_its_last_token(tmp_path, pair):
+    """As llama.cpp's does: nothing follows, to be foretold."""
+    reference, candidate, tokens = pair
+    for name, logits in (("a", reference), ("b", candidate)):
+        save_file({"logits": logits, "tokens": tokens[:, :-1]}, tmp_path / f"{name}.safetensors")
+    found = found_by(tmp_path, tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--score", "half")
+    first, last = (WINDOW - 1) // 2, WINDOW - 2
+    assert found["candidates"][0]["rows"] == WINDOWS * (last - first)
+    kl = kl_rows(reference, candidate)[:, first:last]
+    assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl.mean(), rel=2e-6)
+
+
 def load_numpy(path):
     from safetensors.numpy import load_file
 
@@ -760,6 +784,17 @@ def command(*arguments, **environment):
     line = [sys.executable, "-m", "kullback", "compare", *arguments]
     more = {"PYTHONPATH": str(ROOT / "src")} | environment
     return subprocess.run(line, env=os.environ | more, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize(("columns", "taken"), [("0", "80"), ("20", "40")])
+def test_a_terminal_without_room(columns, taken):
+    """A width of 0 is none that is known; in fewer than 40 columns figures would be cut."""
+    found, expected = (
+        command(FIXTURE / "base.kld", FIXTURE / "candidate-run", COLUMNS=width) for width in (columns, taken)
+    )
+    assert found.returncode == 0, found.stderr
+    assert b"mean KLD" in found.stdout
+    assert found.stdout == expected.stdout
 
 
 def test_a_terminal_without_unicode():

@@ -10,6 +10,7 @@ import stat
 import types
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 import safetensors
@@ -232,7 +233,7 @@ def test_an_interrupted_recording_ends_at_whole_shards_and_goes_on(loaded, text,
     calls, told = loaded.model.calls, []
     assert recorded(loaded, text, tmp_path / "run", tell=told.append) == 1
     assert sum(told) == 5
-    assert loaded.model.calls - calls == 3 + 2  # windows, and the probe of the head
+    assert loaded.model.calls - calls == 3 + 4  # windows, and probes of the head and of order
     recorded(loaded, text, tmp_path / "whole")
     for each in (tmp_path / "whole").iterdir():
         assert each.read_bytes() == (tmp_path / "run" / each.name).read_bytes()
@@ -275,6 +276,53 @@ def test_a_head_that_is_not_all_is_refused(loaded, text, tmp_path):
     )
     with pytest.raises(ValueError, match="MODEL's logits are not those of its head"):
         recorded(loaded, text, tmp_path / "run")
+
+
+def test_hidden_states_that_are_not_all_are_refused_and_logits_recorded(loaded, text, tmp_path):
+    """What float32 does not round to is something that recordings would lack."""
+    forward = loaded.model.forward
+    loaded.model.forward = lambda **inputs: types.SimpleNamespace(logits=1.001 * forward(**inputs).logits)
+    with pytest.raises(ValueError, match=r"MODEL's logits are not those of its head: they differ by 0\.1%"):
+        recorded(loaded, text, tmp_path / "run")
+    recorded(loaded, text, tmp_path / "logits", what="logits")
+    loaded.model.get_decoder = lambda: lambda **inputs: types.SimpleNamespace()
+    with pytest.raises(
+        ValueError, match=r"MODEL has no hidden states that its head reads: Model.get_decoder\(\) gives"
+    ):
+        recorded(loaded, text, tmp_path / "run")
+    recorded(loaded, text, tmp_path / "others", what="logits")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_sees_later_tokens_is_refused(loaded, text, tmp_path):
+    loaded.model.decoder = lambda input_ids, use_cache: types.SimpleNamespace(
+        last_hidden_state=loaded.model.embedding(input_ids).flip(1).cumsum(1).flip(1)
+    )
+    for what in ("hidden", "logits"):
+        with pytest.raises(runs.MismatchError, match="Model is no causal language model"):
+            recorded(loaded, text, tmp_path / "run", what=what)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_may_be_small(text, tmp_path):
+    """Smaller than what the model is tried with."""
+    model, tokenizer = Model().eval().requires_grad_(False), Tokenizer(bos=False)
+    model.embedding, model.head = torch.nn.Embedding(3, HIDDEN), torch.nn.Linear(HIDDEN, 3)
+    tokenizer.bos_token_id = None
+    loaded = record.Loaded(model.requires_grad_(False), tokenizer, {"model": "tiny", "runtime": {"name": "none"}})
+    read = record.read_text(text, tokenizer, WINDOW, None, None)
+    read.tokens[read.tokens >= 0] %= 3
+    assert record.record(loaded, read, tmp_path / "run", "hidden", torch.float32, lambda count: None) == 0
+
+
+def test_two_do_not_record_into_one_folder(loaded, text, tmp_path):
+    recorded(loaded, text, tmp_path / "run")
+    with (
+        filelock.FileLock(tmp_path / "run/.lock"),
+        pytest.raises(runs.MismatchError, match="another process is recording into"),
+    ):
+        recorded(loaded, text, tmp_path / "run")
+    recorded(loaded, text, tmp_path / "run")
 
 
 def test_a_shard_that_was_cut_is_made_again(loaded, text, tmp_path, monkeypatch):
@@ -426,6 +474,15 @@ def test_what_cannot_be_written_or_read_ends_the_command(loaded, text, tmp_path,
     assert result.exit_code == 2
     assert "MODEL" in result.output
 
+    def lacking(*_):
+        raise ImportError("Loading a GPTQ quantized model requires optimum")
+
+    monkeypatch.setattr(record, "load", lacking)
+    result = run(*command)
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "MODEL: tiny cannot be read: ImportError: Loading a GPTQ quantized model requires optimum" in said
+
 
 def test_usage(text, tmp_path):
     for arguments, words in (
@@ -494,6 +551,20 @@ def test_the_final_norm_is_kept(tiny, tmp_path):
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(**sizes, intermediate_size=32)).eval()
     phi.model.final_layernorm.bias.data.uniform_(-0.5, 0.5)
     assert record.final_norm(phi) == {}
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_are_not_there_are_refused(tiny, tmp_path):
+    """transformers would draw them."""
+    folder, model = tiny
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    model.model.save_pretrained(tmp_path)
+    result = run("record", tmp_path, folder / "text.txt", "-o", tmp_path / "run")
+    assert result.exit_code == 2
+    said = " ".join(result.output.replace("│", " ").split())
+    assert "lacks 1 weights of a LlamaForCausalLM, which would be random: lm_head.weight" in said
 
 
 @pytest.mark.integrations

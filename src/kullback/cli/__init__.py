@@ -24,6 +24,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what its encoding lacks is a question mark
     from kullback.cli.commands import app
+    from kullback.cli.options import USAGE
 
     try:
         app()
@@ -31,4 +32,5 @@ def main() -> None:
         if error.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail again
-        sys.exit(f"Error: standard output cannot be written: {error.strerror}")
+        print(f"Error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(USAGE)

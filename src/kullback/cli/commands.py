@@ -353,8 +353,8 @@ def show(
     one_of("KIND", kind, DIVERGENCES)
     one_of("--form", form, FORMS)
     one_of("--target-form", target_form or form, FORMS)
-    typer.echo(f"/* {kind}: {DIVERGENCES[kind].definition} */\n")
-    typer.echo(print_functor(kind, form, target_form or form), nl=False)
+    text = f"/* {kind}: {DIVERGENCES[kind].definition} */\n\n{print_functor(kind, form, target_form or form)}"
+    console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
 
 
 @export_app.command("kernelbench")

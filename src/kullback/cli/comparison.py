@@ -139,6 +139,8 @@ def plan(
     told = found[comparison.cutter]
     position = torch.where(told < 0, layout.position, cut.position[told.clamp(min=0)])
     known = position >= first_scored(score, cut.length)
+    if score == "half":  # of a window's last token llama.cpp has no row: it foretells nothing
+        known &= position + 1 < cut.length
     for each, rows in zip(comparison.sources, found, strict=True):
         absent = int((known & (rows < 0)).sum())
         if absent:
@@ -199,7 +201,15 @@ def _choose_groups(comparison: Comparison, asked: str) -> None:
         comparison.group = ids
         named = next((each.layout.names for each in comparison.sources if name in each.layout.columns), None)
         known = ids.unique().tolist()
-        comparison.groups = {i: tables.shown(named[i]) if name == "group" and named else str(i) for i in known}
+        comparison.groups = _told_apart(known, named if name == "group" else None)
+
+
+def _told_apart(ids: list[int], names: list[str] | None) -> dict[int, str]:
+    """Names as they are shown, or, where some would be shown alike, as Python writes them."""
+    if not names:
+        return {i: str(i) for i in ids}
+    shown = {i: tables.shown(names[i]) for i in ids}
+    return shown if len({*shown.values()}) == len(ids) else {i: tables.shown(ascii(names[i])) for i in ids}
 
 
 def _column(comparison: Comparison, name: str) -> Tensor | None:

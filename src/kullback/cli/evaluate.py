@@ -38,6 +38,7 @@ from kullback.cli.options import (
 
 INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
 SHOWN_WORST = 5
+USUAL_WIDTH, LEAST_WIDTH = 80, 40  # where none is known; where figures are whole
 STORED = ("float16", "bfloat16", "float32")
 
 
@@ -52,7 +53,9 @@ class Output(Console):
 
 
 def console() -> Console:
-    return Output(emoji=False)  # names and texts are shown as they are
+    found = Output(emoji=False)  # names and texts are shown as they are
+    found.width = max(found.width, LEAST_WIDTH) if found.width else USUAL_WIDTH
+    return found
 
 
 def record(
@@ -110,8 +113,10 @@ def record(
         _refuse(error)
     try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # transformers, tokenizers and what quantised weights need have errors of all kinds
         told = str(error).strip().partition("\n")[0] or type(error).__name__
+        if not isinstance(error, OSError | ValueError | SafetensorError):
+            told = f"{model} cannot be read: {type(error).__name__}: {told}"
         raise typer.BadParameter(told, param_hint="MODEL") from error
     try:
         read = recorder.read_text(text, loaded.tokenizer, window, windows, groups)

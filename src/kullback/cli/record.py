@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import torch
 from torch import Tensor
 
@@ -60,7 +62,15 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
     kind: Any = dtype if dtype == "auto" else getattr(torch, dtype)
     if gguf_file and dtype == "auto":
         kind = torch.float32  # what quantised weights are made of
-    model = AutoModelForCausalLM.from_pretrained(place, revision=revision, dtype=kind, **options)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        place, revision=revision, dtype=kind, output_loading_info=True, **options
+    )
+    absent = sorted({key for key, _ in model.named_parameters()}.intersection(found["missing_keys"]))
+    if absent:
+        raise ValueError(
+            f"{name} lacks {len(absent)} weights of a {type(model).__name__}, which would be random: "
+            f"{', '.join(absent[:2])}{', …' if len(absent) > 2 else ''}"
+        )
     about = {
         "model": name,
         "gguf_file": gguf_file,
@@ -233,7 +243,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dtype, tell: Callable[[int], None]) -> int:
     """Write what is missing of a recording; how many shards were there already."""
     model = loaded.model
-    integration.check_logits("MODEL", model)
+    if what == "hidden":
+        integration.check_logits("MODEL", model)
     head = integration.head_of(model)
     weights = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
     weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
@@ -241,9 +252,36 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     _check_known(folder, about)
     _check_tokens(model, text.tokens)
     check_own(folder)
+    _check_causal(model, text.tokens[0])
     about["model_fingerprint"] = fingerprint(model)  # behind what takes no time
-    _check_known(folder, about)
     folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder):
+        _check_known(folder, about)
+        return _write(loaded, text, folder, about, weights, tell)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While no other process writes there."""
+    try:
+        with filelock.FileLock(folder / ".lock", timeout=0):
+            yield
+    except filelock.Timeout as error:
+        raise MismatchError(
+            f"another process is recording into {folder}: wait for it, or give another folder"
+        ) from error
+
+
+def _write(
+    loaded: Loaded,
+    text: Text,
+    folder: Path,
+    about: dict[str, Any],
+    weights: dict[str, Tensor],
+    tell: Callable[[int], None],
+) -> int:
+    """What is not there yet, the header before all rows; how many shards were."""
+    model, what, dtype = loaded.model, about["what"], getattr(torch, about["dtype"])
     columns = {"tokens": text.tokens, "document": text.document, "group": text.group}
     tensors = {name: column for name, column in columns.items() if column is not None}
     replace(folder / runs.TOKENS, lambda path: save(tensors, path))
@@ -290,6 +328,25 @@ def _check_known(folder: Path, about: dict[str, Any]) -> None:
             f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
             f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
         )
+
+
+def _check_causal(model: Model, window: Tensor) -> None:
+    """That no row depends on a later token: such a model foretells what it sees."""
+    ids = window[window != NO_TOKEN][:PROBE].long()[None].to(integration.head_of(model).weight.device)
+    other = ids.clone()
+    other[0, -1] = (other[0, -1] + 1) % model.get_input_embeddings().weight.size(0)
+    with torch.no_grad():
+        one, two = (model(input_ids=each, use_cache=False).logits for each in (ids, other))
+    earlier, changed = one[0, :-1].double(), two[0, :-1].double()
+    error = float((earlier - changed).norm() / earlier.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    if not error < integration.rounding(model, one) / 4:  # both are found alike
+        raise MismatchError(
+            f"{type(model).__name__} is no causal language model: what it says of tokens changes by {error:.1%} with a "
+            "later one, which it therefore does not foretell"
+        )
+
+
+PROBE = 4  # tokens: of more each matters less
 
 
 def _check_tokens(model: Model, tokens: Tensor) -> None:
@@ -351,7 +408,7 @@ def final_norm(model: Model) -> dict[str, Tensor]:
         if getattr(module, "weight", None) is not None and any(hasattr(module, name) for name in NORM_EPS)
     ]
     try:
-        ids = torch.arange(8, device=integration.head_of(model).weight.device)[None]
+        ids = integration.probe_ids(model, 8)
         with torch.no_grad():
             last = integration.hidden_states(model, {"input_ids": ids, "use_cache": False})
     finally:
