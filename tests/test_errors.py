@@ -51,6 +51,14 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
             ["target must be", "str"],
         ),
         (lambda: kullback.divergence(X, X[:2], labels=LABELS, divergence_weight=0), ValueError, ["same shape"]),
+        *(
+            (lambda given=given: kullback.linear_divergence(X, X, *given, labels=LABELS, divergence_weight=0), *wanted)
+            for given, wanted in (
+                (("junk",), (TypeError, ["target must be a tensor; got str"])),
+                ((X[:2],), (ValueError, ["target must have the rows of input"])),
+                ((X, X[:, :3]), (ValueError, ["target must have the shape", "target_weight"])),
+            )
+        ),
         (lambda: kullback.kl_div(X, X, log_target="yes"), TypeError, ["log_target must be True or False", "'yes'"]),
         (lambda: kullback.LinearDivergenceLoss("kl", form="probs"), ValueError, ["no argument 'form' of this"]),
         (lambda: kullback.DivergenceLoss(divergence_weight=0, inplace=True), ValueError, ["inplace=True needs"]),

@@ -574,7 +574,7 @@ def projection(
     return tensors[0], tensors[1], None if bias is None else tensors[2]
 
 
-def check_teacher(
+def teacher(
     input: Tensor,
     target: Tensor,
     target_weight: Tensor | None,
@@ -582,8 +582,13 @@ def check_teacher(
     target_form: str | None,
     target_indices: Tensor | None,
     tail: str,
-) -> None:
-    """That what says how a teacher is given goes together, and its rows are the student's."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Target, head and bias, if what says how they are given goes together, and their rows are the student's."""
+    if target_weight is None:
+        check_tensor("target", target)
+    else:
+        of_target = "target", target, "target_weight", target_weight, "target_bias", target_bias
+        target, target_weight, target_bias = projection(*of_target)
     if target_indices is not None:
         if target_weight is not None:
             raise ValueError("target_indices are of a target of entries, not of hidden states; got target_weight too")
@@ -597,6 +602,7 @@ def check_teacher(
         raise ValueError(f"input and target must be on one device; got {input.device} and {target.device}")
     if target.dim() == 0 or target.shape[:-1] != input.shape[:-1]:
         raise ValueError(f"target must have the rows of input, {[*input.shape[:-1], '...']}; got {shape(target)}")
+    return target, target_weight, target_bias
 
 
 def check_target_bias(target_weight: Tensor | None, target_bias: Tensor | None) -> None:

@@ -685,6 +685,8 @@ def linear_divergence(
         checks.check_name("tail", tail, checks.TAILS)
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)
         labels = _labels_alone(labels, input, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
+        if target is not None:
+            checks.teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
         masks_later = sequence_dim is not None
         if not masks_later:
             row_weight, normalizer = _of_labelled_rows(labels, input, row_weight, reduction, normalizer)
@@ -712,15 +714,10 @@ def linear_divergence(
         sequence_dim = layout.sequence_dim
     checks.check_sequence_dim(sequence_dim, group)
     hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
-    if target_weight is None:
-        checks.check_tensor("target", target)
-    else:
-        target, target_weight, target_bias = checks.projection(
-            "target", target, "target_weight", target_weight, "target_bias", target_bias
-        )
+    given = target_weight, target_bias, target_form, target_indices, tail
+    target, target_weight, target_bias = checks.teacher(input, target, *given)
     widens = checks.widens_logits(logits_dtype, hidden.dtype)
     is_topk = target_indices is not None
-    checks.check_teacher(input, target, target_weight, target_bias, target_form, target_indices, tail)
     checks.check_reduction(reduction, normalizer, input)
     checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
     row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
