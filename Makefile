@@ -22,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 run: $(VENV)/.installed          ## the main job: the 16384 x 16384 workload against its rivals
 	$(BIN)/kullback bench
 
-test: $(VENV)/.installed lint    ## all that needs no GPU
+test: $(VENV)/.installed lint    ## what needs no GPU, no other package and no minutes
 	$(PYTEST)
 
 test-full: $(VENV)/.installed    ## and what takes longer

@@ -99,6 +99,29 @@ def test_links_lead_somewhere(name):
         assert link.startswith("https://") or not anchor, link
 
 
+@pytest.mark.parametrize("path", sorted((tables.ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_the_site_links_to_itself(path):
+    """Of files outside of `docs` it has none."""
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        if not link.startswith(("https://", "http://")):
+            found = (path.parent / link).resolve()
+            assert found.exists(), link
+            assert found.is_relative_to(tables.ROOT / "docs"), link
+
+
+@pytest.mark.parametrize("name", kullback.__all__)
+def test_arguments_that_are_described_are_accepted(name):
+    """The site reads one of each line."""
+    public = getattr(kullback, name)
+    found = re.search(r"\n *Args:\n(.*?)(?:\n\n|$)", inspect.getdoc(public) or "", re.DOTALL)
+    if found is None:
+        return
+    names = re.findall(r"^ {4}(\S.*?):(?:\s|$)", found[1], re.MULTILINE)
+    known = [p.name for p in inspect.signature(public).parameters.values()]
+    assert names
+    assert [given.lstrip("*") for given in names if given.lstrip("*") not in known] == []
+
+
 def test_the_readme_is_short():
     assert len((tables.ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 

@@ -438,7 +438,8 @@ def topk_divergence(
     leave is told by `tail`:
 
     - "bucket": one more outcome, the teacher's 1 - Σ p against the student's mass outside the ids. From logits never
-      negative; with k = vocab the dense loss, else the least that a teacher with these entries can have.
+      negative; with k = vocab the dense loss, else the least that a teacher with these entries can have. Where they are
+      tempered, the tail's tokens are taken to share its mass equally, and it may be more than the dense loss.
     - "renormalize": both are taken given that the token is one of the k; neither has any other mass.
     - "zero": the entries as they are and nothing else; the student has mass where the teacher has none. The usual
       Σ p log(p/q) of truncated teachers, which may be negative; reverse_kl is inf.

@@ -15,7 +15,9 @@ class KLDivLoss(nn.Module):
     """Drop-in for `torch.nn.KLDivLoss`: `kullback.kl_div` with its options kept. A call takes `input` and `target`.
 
     Args:
-        reduction, log_target, form: as of `kullback.kl_div`, which says what a call takes, gives and raises.
+        reduction: as of `kullback.kl_div`, which says what a call takes, gives and raises.
+        log_target: likewise.
+        form: likewise.
 
     Raises:
         TypeError, ValueError: an unknown reduction or form; a `log_target` that is no bool.

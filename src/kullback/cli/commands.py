@@ -141,7 +141,7 @@ def info(
 def check() -> None:
     """Check every backend on this machine against float64: the truth table and a random grid.
 
-    It takes seconds, and the first time minutes, since kernels are compiled.
+    It takes a minute or two, and the first time more, since kernels are compiled.
 
     Exit status 1 if anything is off.
     """
@@ -195,7 +195,7 @@ def bench(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG, PDF or SVG.")] = None,
 ) -> None:
-    """Time a loss beside its rivals, against the speed of reading its inputs in the same run.
+    """Time a loss beside its rivals, against the speed of reading its inputs, or of copying one of logits, in that run.
 
     The default is KernelBench level 1, problem 98. Totals are checked against float64, and each of our rows. With too
     little memory fewer rows are taken, and that is said.
