@@ -401,7 +401,7 @@ def test_groups_that_are_shown_alike_are_told_apart(tmp_path, hidden):
     found = found_by(tmp_path, tmp_path / "a", tmp_path / "b")["candidates"][0]["by_group"]
     counts = np.bincount(np.arange(WINDOWS) % 3) * (ROWS // WINDOWS)
     assert {name: of["rows"] for name, of in found.items()} == dict(
-        zip(["'web\\r'", "'web'", "'a\\x01'"], counts.tolist(), strict=True)
+        zip(["'web\\r' (0)", "'web' (1)", "a\ufffd"], counts.tolist(), strict=True)
     )
 
 
@@ -415,6 +415,20 @@ def test_half_of_a_window_ends_before_its_last_token(tmp_path, pair):
     assert found["candidates"][0]["rows"] == WINDOWS * (last - first)
     kl = kl_rows(reference, candidate)[:, first:last]
     assert found["candidates"][0]["kl"]["mean"] == pytest.approx(kl.mean(), rel=2e-6)
+
+
+def test_half_of_windows_that_differ_ends_before_the_last_token_of_each(tmp_path, pair):
+    """Unless it has a label: then that is foretold."""
+    lengths = [8, 6, 7, 8]
+    draw = np.random.default_rng(5)
+    logits = {f"prompt_{i}": draw.normal(size=(n, VOCAB)).astype(np.float32) for i, n in enumerate(lengths)}
+    save_file(logits, tmp_path / "a.safetensors")
+    save_file({name: 1.1 * of for name, of in logits.items()}, tmp_path / "b.safetensors")
+    files = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    assert found_by(tmp_path, *files, "--score", "half")["candidates"][0]["rows"] == sum(n - 1 - 4 for n in lengths)
+    labels = draw.integers(0, VOCAB, sum(lengths))
+    save_file({**logits, "labels": labels}, tmp_path / "a.safetensors")
+    assert found_by(tmp_path, *files, "--score", "half")["candidates"][0]["rows"] == sum(n - 4 for n in lengths)
 
 
 def load_numpy(path):

@@ -3,6 +3,8 @@
 Models here are a few lines; those of transformers run in `make test-integrations`.
 """
 
+import errno
+import fcntl
 import importlib.util
 import json
 import os
@@ -294,6 +296,35 @@ def test_hidden_states_that_are_not_all_are_refused_and_logits_recorded(loaded, 
     assert not (tmp_path / "run").exists()
 
 
+def test_logits_may_be_infinite_and_float32_of_fewer_bits(loaded, text, tmp_path, monkeypatch):
+    """As of tokens that are padding; and PyTorch does not say by one name what was set by another."""
+    forward = loaded.model.forward
+
+    def padded(**inputs):
+        logits = forward(**inputs).logits
+        logits[..., -3:] = -torch.inf
+        return types.SimpleNamespace(logits=logits)
+
+    def refuse():
+        raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    recorded(loaded, text, tmp_path / "run")
+    loaded.model.forward = padded
+    recorded(loaded, text, tmp_path / "logits", what="logits")
+    with pytest.raises(ValueError, match="MODEL's logits are not those of its head: they differ by inf%"):
+        recorded(loaded, text, tmp_path / "hidden")
+
+
+def test_a_file_system_without_locks(loaded, text, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    recorded(loaded, text, tmp_path / "run")
+    assert (tmp_path / "run/run.json").exists()
+
+
 def test_a_model_that_sees_later_tokens_is_refused(loaded, text, tmp_path):
     loaded.model.decoder = lambda input_ids, use_cache: types.SimpleNamespace(
         last_hidden_state=loaded.model.embedding(input_ids).flip(1).cumsum(1).flip(1)
@@ -317,6 +348,7 @@ def test_a_vocabulary_may_be_small(text, tmp_path):
 
 def test_two_do_not_record_into_one_folder(loaded, text, tmp_path):
     recorded(loaded, text, tmp_path / "run")
+    assert not (tmp_path / "run/.lock").exists()
     with (
         filelock.FileLock(tmp_path / "run/.lock"),
         pytest.raises(runs.MismatchError, match="another process is recording into"),

@@ -23,6 +23,7 @@ from tests.tolerances import FLOAT_GRADIENT, relative_error
 def a_device(request, monkeypatch):
     monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
     monkeypatch.setattr(pytorch, "looks_late", lambda device: request.param == "looks")
+    monkeypatch.setattr(pytorch, "LEAST_FAR_SHARE", 0)
 
 
 def rows(dtype=torch.float32, vocab=1003):
@@ -39,6 +40,7 @@ def rows(dtype=torch.float32, vocab=1003):
         teacher=masked(samples.apart(0.5), y=samples.EVERY_7TH),
         both=masked(samples.apart(0.5), both=samples.EVERY_7TH),
         peaked=samples.peaked(samples.apart(0.1), 5, 12.0),
+        beyond=samples.shifted(0.7, 1000.0),
     )
 
 
@@ -83,6 +85,24 @@ def check(kind, batch, device):
 def test_what_a_device_runs(kind):
     with kullback.backend("torch"):
         check(kind, rows(), "cpu")
+
+
+@pytest.mark.parametrize("hidden", ["x", "y", "both"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_tokens_of_rows_that_are_far(kind, hidden, generator, monkeypatch):
+    """An infinite loss has the gradients that it has where nothing is taken for far."""
+    monkeypatch.setattr(piece.Piece, "_way", lambda self: Way.PARTIALS)
+    x, y = 2 * torch.randn(2, 3, 50, generator=generator)
+    for name, rows in (("x", x), ("y", y)):
+        if hidden in (name, "both"):
+            rows[:, ::7] = -torch.inf
+    found = []
+    with kullback.backend("torch"):
+        for looks in (True, False):
+            monkeypatch.setattr(pytorch, "looks_late", lambda device, looks=looks: looks)
+            found.append(ours(x, y, kind, "sum"))
+    for mine, others in zip(*found, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.usefixtures("a_device")
@@ -142,7 +162,7 @@ def passes(monkeypatch):
         ([0, 1], [(2, True), (8, False), (8, False), (2, False)]),  # others are taken for much the same
     ],
 )
-@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("kind", ["kl", "total_variation", "renyi"])
 def test_rows_that_are_not_far_are_done_again(kind, reduction, near, expected, passes, generator):
     x, y = torch.randn(2, 18, 300, generator=generator)
@@ -158,6 +178,36 @@ def test_rows_that_are_not_far_are_done_again(kind, reduction, near, expected, p
     for mine, its in zip(found[1:], exact[1:], strict=True):
         for one, other in zip(mine, its, strict=True):
             assert relative_error(one, other) < 2 * FLOAT_GRADIENT
+
+
+def test_rows_that_nobody_reads_are_not_done_again(passes, generator):
+    x, y = torch.randn(2, 18, 300, generator=generator)
+    x[:3], weight = torch.nan, torch.ones(18)
+    weight[:3] = 0
+    with kullback.backend("torch"):
+        loss, *gradients = ours(x, y, "kl", "sum", row_weight=weight)
+    assert passes == [(2, True), (8, True), (8, True)]
+    expected, *others = truth(x[3:], y[3:], "kl")
+    assert relative_error(loss, expected.sum()) < 1e-6
+    for mine, exact in zip(gradients, others, strict=True):
+        assert not mine[:3].any()
+        assert relative_error(mine[3:], exact) < 2 * FLOAT_GRADIENT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_states_are_kept_are_not_taken_for_far(kind, passes, generator):
+    """Another launch finds their gradient, in which Σ d_log_q takes off what this one has rounded."""
+    x, y = torch.randn(2, 3, 300, generator=generator)
+    x[:, 7] = torch.tensor([20.0, 40.0, 60.0])
+    found = []
+    for reduction in ("none", "sum"):
+        with kullback.backend("torch"):
+            found.append(ours(x, y, kind, reduction)[1])
+    assert {is_far for count, is_far in passes[:1]} == {False}
+    exact = truth(x, y, kind)[1]
+    for one, other, its in zip(*found, exact, strict=True):
+        if its.isfinite().all():
+            assert relative_error(one, its) < max(1e-4, 2 * relative_error(other, its))
 
 
 def test_logits_that_gradients_take_the_place_of(passes, generator):
@@ -207,7 +257,7 @@ def without_float64(monkeypatch):
 def test_there_may_be_no_float64(kind, dtype, without_float64):
     batch = rows(dtype, vocab=515)
     expected = truth(batch.x, batch.y, kind)
-    weight = torch.tensor([1.0] * 6 + [0.0, 1.0, 1.0])  # of what the teacher masks a loss may be infinite
+    weight = torch.tensor([1.0] * 6 + [0.0, 1.0, 1.0, 0.0])  # of what the teacher masks a loss may be infinite
     with kullback.backend("torch"):
         ours(batch.x, batch.y, kind, "none")  # finds what is known of the kind
         for reduction in ("none", "sum", "mean"):

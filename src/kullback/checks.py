@@ -202,12 +202,12 @@ def valid_width(valid: int | None, most: int | None) -> int:
     if valid is None:
         return 0
     try:
-        given = None if isinstance(valid, bool) else valid if isinstance(valid, int) else operator.index(valid)
-    except TypeError:
-        given = None
-    if given is None:
+        whole = operator.index(valid)
+    except TypeError:  # of a tensor of floats, too, which has the method
+        whole = None
+    if whole is None or isinstance(valid, bool):
         raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
-    valid = given
+    valid = whole
     if valid < 1 or (most is not None and valid > most):
         bound = "positive" if most is None else f"from 1 to {most}, the shorter vocabulary"
         raise ValueError(f"valid_vocab must be {bound}; got {valid}")

@@ -23,6 +23,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what its encoding lacks is a question mark
+    if os.environ.get("COLUMNS") == "0":  # of no terminal; rich would take it for a width
+        del os.environ["COLUMNS"]
     from kullback.cli.commands import app
     from kullback.cli.options import USAGE
 

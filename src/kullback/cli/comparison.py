@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -136,12 +137,15 @@ def plan(
                 )
     layout, cut = reference.layout, comparison.sources[comparison.cutter].layout
     found = [torch.arange(len(layout.window)), *(_rows_in(each, reference) for each in comparison.sources[1:])]
+    given = list(zip(comparison.sources, found, strict=True))
     told = found[comparison.cutter]
     position = torch.where(told < 0, layout.position, cut.position[told.clamp(min=0)])
     known = position >= first_scored(score, cut.length)
-    if score == "half":  # of a window's last token llama.cpp has no row: it foretells nothing
-        known &= position + 1 < cut.length
-    for each, rows in zip(comparison.sources, found, strict=True):
+    if score == "half":  # of a window's last token llama.cpp has no row, since it foretells nothing
+        is_last = layout.position + 1 == layout.window.bincount()[layout.window]
+        told_of = (torch.where(rows < 0, IGNORED, each.layout.label[rows.clamp(min=0)]) for each, rows in given)
+        known &= ~is_last | (torch.stack([*told_of]) != IGNORED).any(0)
+    for each, rows in given:
         absent = int((known & (rows < 0)).sum())
         if absent:
             comparison.absent[str(each.path)] = absent
@@ -205,11 +209,12 @@ def _choose_groups(comparison: Comparison, asked: str) -> None:
 
 
 def _told_apart(ids: list[int], names: list[str] | None) -> dict[int, str]:
-    """Names as they are shown, or, where some would be shown alike, as Python writes them."""
+    """Names as they are shown; those that would be shown alike as Python writes them, with their ids."""
     if not names:
         return {i: str(i) for i in ids}
     shown = {i: tables.shown(names[i]) for i in ids}
-    return shown if len({*shown.values()}) == len(ids) else {i: tables.shown(ascii(names[i])) for i in ids}
+    counts = collections.Counter(shown.values())
+    return {i: name if counts[name] == 1 else f"{tables.shown(ascii(names[i]))} ({i})" for i, name in shown.items()}
 
 
 def _column(comparison: Comparison, name: str) -> Tensor | None:

@@ -38,7 +38,7 @@ from kullback.cli.options import (
 
 INCOMPLETE, MISMATCH, INTERRUPTED = 1, 3, 130
 SHOWN_WORST = 5
-USUAL_WIDTH, LEAST_WIDTH = 80, 40  # where none is known; where figures are whole
+LEAST_WIDTH = 40  # in which figures are whole
 STORED = ("float16", "bfloat16", "float32")
 
 
@@ -54,7 +54,7 @@ class Output(Console):
 
 def console() -> Console:
     found = Output(emoji=False)  # names and texts are shown as they are
-    found.width = max(found.width, LEAST_WIDTH) if found.width else USUAL_WIDTH
+    found.width = max(found.width, LEAST_WIDTH)
     return found
 
 

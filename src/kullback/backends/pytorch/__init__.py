@@ -24,7 +24,8 @@ from kullback.work import Describe, Gather, Labels, Operands, Rows, Scale, Scatt
 LEAST_LOG = -1e30  # of no mass, times which it is nothing
 LOG_HALF = -0.69  # just above log ½: a token of more mass is left out, and what others have is then less than ½
 CPU_CHUNK = 1 << 19
-DEVICE_CHUNK = 1 << 24  # for each byte of a logit: the temporaries of wide ones may be more
+DEVICE_CHUNK = 1 << 24  # for each byte of a logit, since eager PyTorch's temporaries are as wide as logits
+LEAST_FAR_SHARE = 0.5  # of the first rows: with less of them, more time is lost than won
 
 
 def why_not(work: Work) -> str | None:
@@ -101,7 +102,9 @@ def _rows(work: Rows) -> None:
         work.write_nothing()
     else:
         found = _far_rows(work, step) if _may_be_far(work) else None
-        _finish(work, found or Found.joined([_pass(_at(work, part)) for part in _parts(x.size(0), step)]))
+        if found is None:
+            found = Found.joined([_pass(_at(work, part)) for part in _parts(x.size(0), step)])
+        _finish(work, found)
 
 
 def _far_rows(work: Rows, step: int) -> Found | None:
@@ -111,13 +114,19 @@ def _far_rows(work: Rows, step: int) -> Found | None:
     for part in (slice(0, min(first, rows)), *_parts(rows, step, first)):
         passes.append(_pass(_at(work, part), is_far=True))
         # The device is waited for here, and when all are done.
-        if part.start == 0 and are_far(work.problem, passes[0].stats, passes[0].sums).float().mean() < 0.5:
+        if part.start == 0 and _are_served(_at(work, part), passes[0]).float().mean() < LEAST_FAR_SHARE:
             return None
     found = Found.joined(passes)
-    others = torch.nonzero(~are_far(work.problem, found.stats, found.sums)).squeeze(1)
+    others = torch.nonzero(~_are_served(work, found)).squeeze(1)
     for start in range(0, len(others), step):
         _correct(work, found, others[start : start + step])
     return found
+
+
+def _are_served(work: Rows, found: Found) -> Tensor:
+    """Rows that are far, or that nobody reads."""
+    is_far = are_far(work.problem, found.stats, found.sums)
+    return is_far if work.row_weight is None else is_far | (work.row_weight == 0)
 
 
 def _correct(work: Rows, found: Found, rows: Tensor) -> None:
@@ -143,10 +152,13 @@ def _needs_sums(work: Rows) -> bool:
 
 
 def _may_be_far(work: Rows) -> bool:
-    """Whether rows are first taken for far, and looked at later: where they are still there, and can be waited for."""
+    """Whether rows are first taken for far, and looked at later: where they are still there, and can be waited for.
+
+    Not where states are kept: the arithmetic that summed a row has to differentiate it (`Mode`).
+    """
     problem, x, y = work.problem, work.input, work.target
     is_one_piece = x.numel() > 0 and x.size(1) <= _chunk(x)
-    if not (_is_whole(work) and problem.is_normalised and is_one_piece and looks_late(x.device)):
+    if not (_is_whole(work) and work.found is None and problem.is_normalised and is_one_piece and looks_late(x.device)):
         return False
     written_over = (
         out is not None and out.data_ptr() == of.data_ptr() for out, of in ((work.d_input, x), (work.d_target, y))
@@ -240,7 +252,7 @@ def _keep(found: Tensor | None, numbers: Sequence[Tensor]) -> None:
 
 
 def _chunk(x: Tensor) -> int:
-    return CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK * x.itemsize
+    return CPU_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK * min(x.itemsize, 4)
 
 
 def _parts(count: int, step: int, start: int = 0) -> Iterator[slice]:

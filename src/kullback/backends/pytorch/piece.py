@@ -382,11 +382,10 @@ MOST_BETWEEN = 16  # times a sum: a log-ratio is rounded by 6e-8 of what lies be
 
 
 def are_far(problem: Problem, stats: RowStats, sums: RowSums) -> Tensor:
-    """The rows of `Way.FAR` whose sums are finite, and large beside what they are off by."""
+    """The rows of `Way.FAR` whose sums are numbers, and large beside what they are off by."""
     size = torch.where(stats.tilted_lse == 0, sums.term, stats.tilted_lse.abs())
     between = (stats.target_lse - stats.input_lse).abs() / MOST_BETWEEN
-    is_finite = torch.stack([sum.to(size.dtype) for sum in sums]).sum(0).isfinite()
-    return is_finite & (size >= between.clamp(min=least_far_sum(problem)))
+    return size >= between.clamp(min=least_far_sum(problem))
 
 
 def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
