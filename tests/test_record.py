@@ -596,7 +596,7 @@ def test_weights_that_are_not_there_are_refused(tiny, tmp_path):
     result = run("record", tmp_path, folder / "text.txt", "-o", tmp_path / "run")
     assert result.exit_code == 2
     said = " ".join(result.output.replace("│", " ").split())
-    assert "lacks 1 weights of a LlamaForCausalLM, which would be random: lm_head.weight" in said
+    assert "lacks 1 weights of a LlamaForCausalLM, which would be made up: lm_head.weight" in said
 
 
 @pytest.mark.integrations
