@@ -1,7 +1,7 @@
 """The verbs in torch, in chunks: any device, any dtype, no toolchain.
 
-A chunk is as large as its temporaries fit the cache: some rows, or, of longer ones, pieces of a row. Arithmetic is in
-float32, and in float64 where an input is; what is known of a row is float64 where the device has it.
+A chunk is some rows, or, of longer ones, pieces of a row: on a CPU as many as their temporaries fit the cache.
+Arithmetic is in float32, and in float64 where an input is; what is known of a row is float64 where the device has it.
 """
 
 from __future__ import annotations
