@@ -26,7 +26,6 @@ from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
 PARTIAL_OF = {"input": "d_log_q", "target": "d_log_p"}
-LSES = ("input_lse", "target_lse", "tilted_lse")
 # What depends on normalisers alone, and what does on a tilted log-sum-exp as well
 OF_NORMALISERS = (*MASSES.values(), "log_q", "log_p", "ratio", "q_minus_p", "log_tilted")
 OF_TILTED = (*OF_NORMALISERS, *PARTIALS)
@@ -164,7 +163,6 @@ class Piece:
             self.values[name] = capped(values.to(dtype), side.softcap)
         self.elements = Elements(problem, self.values)
         self.way = Way.FAR if is_far else self._way()
-        self.others: tuple[Tensor, Piece] | None = None  # rows that want the exact formula, once their sums have told
 
     def _way(self) -> Way:
         """What is tried first. On a device no sum is looked at here, for that would wait for it."""
@@ -180,7 +178,7 @@ class Piece:
     def select(self, rows: Tensor) -> Piece:
         """Some of its rows, as a piece whose formula is exact."""
         part = object.__new__(Piece)
-        part.problem, part.way, part.others = self.problem, Way.EXACT, None
+        part.problem, part.way = self.problem, Way.EXACT
         part.is_whole, part.is_loss_alone, part.is_far = self.is_whole, self.is_loss_alone, False
         part.values = {name: values[rows] for name, values in self.values.items()}
         part.elements = Elements(part.problem, part.values)
@@ -189,8 +187,8 @@ class Piece:
 
     def normalise(self, known: RowStats | RowState) -> None:
         """Say what is known of the rows. What was found with the same normalisers stays."""
-        former = self.elements
-        are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in LSES]
+        former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
+        are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in names]
         kept = OF_TILTED if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
         self.elements = Elements(self.problem, self.values, known, self.is_far)
         self.elements |= {name: former[name] for name in kept if name in former}
@@ -240,7 +238,6 @@ class Piece:
             elif len(rest):
                 part, known = self.select(rest), RowStats._make(number[rest] for number in stats)
                 exact_stats, exact = part.accumulate(part._centred(known) if self.is_whole else known)
-                self.others = rest, part
                 stats = RowStats._make(a.index_copy(0, rest, b) for a, b in zip(stats, exact_stats, strict=True))
                 # of a loss alone one way finds partial derivatives, and the other nothing, which is wider
                 sums = RowSums._make(a.index_copy(0, rest, b.to(a.dtype)) for a, b in zip(sums, exact, strict=True))
@@ -259,18 +256,15 @@ class Piece:
     ) -> None:
         """Fill the wanted gradients: of rows that are `skipped`, and not to be read, with zeros."""
         if self.way is Way.FAST and state is not None:
-            rest, part = self.others or (torch.nonzero(state.mode != Mode.FAST).squeeze(1), None)
+            rest = torch.nonzero(state.mode != Mode.FAST).squeeze(1)
             if len(rest) == len(state.mode):
                 self._take_exact()
             elif len(rest):
                 found = [None if out is None else out.new_empty((len(rest), out.size(1))) for out in outputs]
                 upstream = grad_out[rest] if isinstance(grad_out, Tensor) else grad_out
                 known = RowState._make(number[rest] for number in state)
-                if part is not None and part.elements.known is not None:  # what it has found with these stays
-                    known = known._replace(**{name: getattr(part.elements.known, name) for name in LSES})
                 left_out = None if skipped is None else skipped[rest]
-                marked = None if marks is None else marks.select(rest)
-                (part or self.select(rest)).write(found, known, upstream, left_out, marked)
+                self.select(rest).write(found, known, upstream, left_out, None if marks is None else marks.select(rest))
                 self._write(outputs, state, grad_out, skipped, marks)
                 for out, others in zip(outputs, found, strict=True):
                     if out is not None and others is not None:
