@@ -295,9 +295,8 @@ class Piece:
                     result, factor = marks.take_off(result * column), 1.0
                 if side.softcap:
                     result = result * softcap_grad(self.values[name], side.softcap)
-                # The other ways are a CPU's, which may look whether there are any.
-                is_looked_at = self.way in (Way.FAST, Way.IN_RANGE)
-                if skipped is not None and (not is_looked_at or bool(skipped.any())):
+                may_look = self.way in (Way.FAST, Way.IN_RANGE)  # a CPU's
+                if skipped is not None and (not may_look or bool(skipped.any())):
                     result = torch.where(skipped.unsqueeze(-1), 0, result)
                 torch.mul(result, factor * self.elements.scales[name], out=out)
 
