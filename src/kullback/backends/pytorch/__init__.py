@@ -262,18 +262,11 @@ def _parts(count: int, step: int, start: int = 0) -> Iterator[slice]:
 class Chunk:
     """A few rows; of longer ones a piece at a time."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        x: Tensor,
-        y: Tensor,
-        is_whole: bool,
-        is_loss_alone: bool = False,
-        is_far: bool = False,
-    ) -> None:
+    def __init__(self, problem: Problem, x: Tensor, y: Tensor, is_whole: bool, **of_whole: bool) -> None:
+        """`of_whole`: what a `Piece` of whole rows is told."""
         self.problem, self.x, self.y = problem, x, y
         self.slices = list(_parts(x.size(1), max(1, _chunk(x) // max(1, x.size(0))))) or [slice(0, 0)]
-        self.whole = Piece(problem, x, y, is_whole, is_loss_alone, is_far) if len(self.slices) == 1 else None
+        self.whole = Piece(problem, x, y, is_whole, **of_whole) if len(self.slices) == 1 else None
 
     def pieces(self) -> Iterator[Piece]:
         """Made anew for each pass, so that one of a long row is in memory at a time."""
