@@ -144,7 +144,7 @@ def plan(
     if score == "half":  # of a window's last token llama.cpp has no row, since it foretells nothing
         is_last = layout.position + 1 == layout.window.bincount()[layout.window]
         told_of = (torch.where(rows < 0, IGNORED, each.layout.label[rows.clamp(min=0)]) for each, rows in given)
-        known &= ~is_last | (torch.stack([*told_of]) != IGNORED).any(0)
+        known &= ~is_last | (torch.stack(tuple(told_of)) != IGNORED).any(0)
     for each, rows in given:
         absent = int((known & (rows < 0)).sum())
         if absent:
@@ -156,7 +156,7 @@ def plan(
             f"of which --score {score} and the other files leave none"
         )
     comparison.asked = int(known.sum())
-    for each, rows in zip(comparison.sources, found, strict=True):
+    for each, rows in given:
         known &= rows < each.rows
     comparison.index = [rows[known] for rows in found]
     # vLLM's files can be read in any order; all others from their beginning to their end.

@@ -152,13 +152,13 @@ def _needs_sums(work: Rows) -> bool:
 
 
 def _may_be_far(work: Rows) -> bool:
-    """Whether rows are first taken for far, and looked at later: where they are still there, and can be waited for.
+    """Whether rows that need sums are first taken for far, and looked at later: where they are still there then.
 
     Not where states are kept: the arithmetic that summed a row has to differentiate it (`Mode`).
     """
     problem, x, y = work.problem, work.input, work.target
-    is_one_piece = x.numel() > 0 and x.size(1) <= _chunk(x)
-    if not (_is_whole(work) and work.found is None and problem.is_normalised and is_one_piece and looks_late(x.device)):
+    is_one_piece = 0 < x.size(1) <= _chunk(x)
+    if not (work.found is None and problem.is_normalised and is_one_piece and looks_late(x.device)):
         return False
     written_over = (
         out is not None and out.data_ptr() == of.data_ptr() for out, of in ((work.d_input, x), (work.d_target, y))

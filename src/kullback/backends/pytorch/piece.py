@@ -70,7 +70,7 @@ class Elements(dict[str, Value]):
             return self.scales[side]
         if field == "grad_sum":
             assert isinstance(known, RowState)
-            is_excess = self.get(PARTIAL_OF[side]) is self.get("q_minus_p", ...)
+            is_excess = self[PARTIAL_OF[side]] is self.get("q_minus_p")
             if self.is_far and is_excess and not self.problem.has_auxiliary:  # two rows of sum 1
                 return 0.0
             return self.column(known.d_log_q if side == "input" else known.d_log_p)
@@ -156,7 +156,7 @@ class Piece:
 
         `is_far`: whether to take rows for far. Whoever says so looks at the sums.
         """
-        self.problem, self.is_whole, self.is_loss_alone, self.is_far = problem, is_whole, is_loss_alone, is_far
+        self.problem, self.is_whole, self.is_loss_alone = problem, is_whole, is_loss_alone
         dtype = compute_dtype(x, y)
         self.values = {}
         for name, values, side in zip(SIDES, (x, y), problem.sides, strict=True):
@@ -179,7 +179,7 @@ class Piece:
         """Some of its rows, as a piece whose formula is exact."""
         part = object.__new__(Piece)
         part.problem, part.way = self.problem, Way.EXACT
-        part.is_whole, part.is_loss_alone, part.is_far = self.is_whole, self.is_loss_alone, False
+        part.is_whole, part.is_loss_alone = self.is_whole, self.is_loss_alone
         part.values = {name: values[rows] for name, values in self.values.items()}
         part.elements = Elements(part.problem, part.values)
         part.elements |= {name: self.elements[name][rows] for name in MASSES.values() if name in self.elements}
@@ -190,7 +190,7 @@ class Piece:
         former, names = self.elements, ("input_lse", "target_lse", "tilted_lse")
         are_same = [former.known is not None and getattr(former.known, n) is getattr(known, n) for n in names]
         kept = OF_TILTED if all(are_same) else OF_NORMALISERS if all(are_same[:2]) else MASSES.values()
-        self.elements = Elements(self.problem, self.values, known, self.is_far)
+        self.elements = Elements(self.problem, self.values, known, self.way is Way.FAR)
         self.elements |= {name: former[name] for name in kept if name in former}
         for name, side, lse in zip(SIDES, self.problem.sides, (known.input_lse, known.target_lse), strict=True):
             if side.form == "logits" and MASSES[name] not in self.elements:
@@ -204,7 +204,7 @@ class Piece:
         lse = [self._own_lse(name) if side.form == "logits" else nothing for name, side in sides]
         stats = RowStats._make([*lse, nothing, nothing, nothing, self._numbers(Mode.SAFE), nothing])
         with_moments = with_moments and problem.has_moments
-        if problem.is_normalised and (with_moments or (has_corner(problem.kind) and not self.is_far)):
+        if problem.is_normalised and (with_moments or (has_corner(problem.kind) and self.way is not Way.FAR)):
             stats = self._centred(stats)
         if problem.formula.has_tilted_lse and problem.is_normalised:
             self.normalise(stats)
@@ -350,7 +350,7 @@ class Piece:
         results = self.run(names if is_of_partials else ["term", *names], way)
         self.elements |= {name: results[name] for name in names}
         totals = {id(result): result for result in results.values()}
-        if self.is_far:  # two rows of sum 1
+        if way is Way.FAR:  # two rows of sum 1
             totals.pop(id(self.elements.get("q_minus_p")), None)
         totals = {key: result.sum(-1) for key, result in totals.items()}
         if not self.is_whole:  # else widened with all rows'
@@ -358,7 +358,7 @@ class Piece:
         found = {name: totals.get(id(result), nothing) for name, result in results.items()}
         if is_of_partials:
             found["term"] = term = found["d_log_p"] + found["d_log_q"]
-        if is_of_partials and not self.is_far:
+        if is_of_partials and way is not Way.FAR:
             # Of a loss that is infinite both may be, with opposite signs.
             is_infinite = found["d_log_p"].isinf() | found["d_log_q"].isinf()
             found["term"] = torch.where(is_infinite, math.inf, term)
