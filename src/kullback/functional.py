@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, get_args
@@ -24,6 +25,8 @@ from kullback.work import Operands, as_rows, has_view_as_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from kullback.sharded import Layout
 
 ELEMENTWISE_REDUCTIONS = get_args(ElementwiseReduction)
 ELEMENTWISE_FORMS = get_args(ElementwiseForm)
@@ -697,45 +700,25 @@ def linear_divergence(
         sides |= {"target_temperature": 1.0, "target_softcap": None}
         divergence_weight, label_weight = own_weights
     checks.check_group(group, first_token, total_vocab)
+    models = Models(input, weight, bias, target, target_weight, target_bias, target_indices, row_weight, labels)
     layout = None
-    if any(map(sharded.is_dtensor, (input, weight, target, target_weight))):
-        checks.valid_width(valid_vocab, weight.size(0))
-        of_tokens = {"weight": (weight, 0), "bias": (bias, 0)}
-        of_rows = {"input": input, "target_indices": target_indices, "row_weight": row_weight, "labels": labels}
-        if target_weight is None and target_indices is None:
-            of_tokens |= {"target": (target, -1)}
-        else:
-            of_tokens |= {"target_weight": (target_weight, 0), "target_bias": (target_bias, 0)}
-            of_rows |= {"target": target}
-        local, layout = sharded.localised(of_tokens, of_rows, valid_vocab, group)
-        input, weight, target = local["input"], local["weight"], local["target"]
-        bias, target_weight, target_bias = (local.get(name) for name in ("bias", "target_weight", "target_bias"))
-        target_indices, row_weight, labels = (local.get(name) for name in ("target_indices", "row_weight", "labels"))
+    if any(map(sharded.is_dtensor, models)):
+        models, layout = _localised(models, valid_vocab, group)
         group, first_token, total_vocab, valid_vocab = layout.place
         sequence_dim = layout.sequence_dim
     checks.check_sequence_dim(sequence_dim, group)
-    hidden, weight, bias = checks.projection("input", input, "weight", weight, "bias", bias)
-    given = target_weight, target_bias, target_form, target_indices, tail
-    target, target_weight, target_bias = checks.teacher(input, target, *given)
-    widens = checks.widens_logits(logits_dtype, hidden.dtype)
-    is_topk = target_indices is not None
-    checks.check_reduction(reduction, normalizer, input)
-    checks.check_sequence(sequence_dim, input, target_weight is None and not is_topk)
-    row_weight = None if row_weight is None else checks.row_weight(row_weight, input)
-    weights = checks.weights(labels is not None, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
+    models = _checked(models, target_form, tail)
+    is_topk, has_labels = models.ids is not None, models.labels is not None
+    widens = checks.widens_logits(logits_dtype, models.hidden.dtype)
+    checks.check_reduction(reduction, normalizer, models.hidden)
+    checks.check_sequence(sequence_dim, models.hidden, models.target_weight is None and not is_topk)
+    weights = checks.weights(has_labels, "logits", divergence_weight, label_weight, z_weight, label_smoothing)
     checks.check_smoothing(label_smoothing, group is not None)
-    labels = None if labels is None else checks.labels(labels, input)
     if is_topk and (target_logit_scale is not None or target_softcap is not None):
         raise ValueError("target_logit_scale and target_softcap are of all logits, not of entries; got target_indices")
-    if valid_vocab == 0 and group is not None:  # a slice of padding alone
-        vocab = 0
-    elif is_topk:
-        vocab = checks.valid_width(valid_vocab, weight.size(0)) or weight.size(0)
-    else:
-        others = target.size(-1) if target_weight is None else target_weight.size(0)
-        vocab = checks.shared_vocab(valid_vocab, weight.size(0), others)
+    vocab = _vocab(models, valid_vocab, group)
     checks.check_slice(vocab, first_token, total_vocab)
-    if chunk_rows is None or is_topk or labels is not None:
+    if chunk_rows is None or is_topk or has_labels:
         shard, tokens = parallel.slice_of(group, vocab, first_token, total_vocab)
     else:
         shard, tokens = WHOLE if group is None else parallel.shard(group), 0  # nobody asks where the slice stands
@@ -743,40 +726,26 @@ def linear_divergence(
     if is_topk:  # whatever they are, entries may be tempered
         sides |= {"target_form": "logits", "target_logit_scale": 1.0}
     problem = checks.problem(params, kind, **sides, shard=shard, weights=weights)
-    if labels is not None:
-        checks.check_tokens(labels, tokens)
+    if models.labels is not None:
+        checks.check_tokens(models.labels, tokens)
     if sequence_dim is not None and group is not None:
-        hidden = parallel.all_gather_rows(hidden, sequence_dim, group, sums=True)
-        target = parallel.all_gather_rows(target, sequence_dim, group, sums=not is_topk)
-        row_weight = None if row_weight is None else parallel.all_gather_rows(row_weight, sequence_dim, group)
-        labels = None if labels is None else parallel.all_gather_rows(labels, sequence_dim, group)
-        if target_indices is not None:
-            target_indices = parallel.all_gather_rows(target_indices, sequence_dim, group)
-        if masks_later and labels is not None:
-            row_weight, normalizer = _of_labelled_rows(labels, hidden, row_weight, reduction, normalizer)
-    rows = hidden.shape[:-1]
-    ids, negligible = None, 0.0
-    if target_indices is not None:
+        models = _gathered(models, sequence_dim, group)
+        if masks_later and models.labels is not None:
+            of_rows = models.labels, models.hidden, models.row_weight
+            row_weight, normalizer = _of_labelled_rows(*of_rows, reduction, normalizer)
+            models = models._replace(row_weight=row_weight)
+    negligible = 0.0
+    if models.ids is not None:
         form = "log_probs" if target_form is None else target_form
-        checks.notice_logits("target", target, target_indices, form, row_weight)
+        checks.notice_logits("target", models.target, models.ids, form, models.row_weight)
         of = topk.entries_of(form, tail, "logits", tokens)
-        teacher, target = topk.teacher(problem, target, target_indices, of, row_weight)
-        problem, ids, negligible = teacher.problem, teacher.ids, teacher.negligible
-    elif target_weight is None and target.size(-1) != vocab:
-        target = target[..., :vocab]
-    dtype = checks.LOSS_DTYPES[hidden.dtype, target.dtype]
-    reduced = reduction_of(reduction, hidden, row_weight, normalizer, dtype)
-    models = Models(
-        rows_of(hidden),
-        first(weight, vocab),
-        None if bias is None else first(bias, vocab),
-        rows_of(target),
-        None if target_weight is None else first(target_weight, vocab),
-        None if target_bias is None else first(target_bias, vocab),
-        None if ids is None else rows_of(ids),
-        None if reduced.row_weight is None else reduced.row_weight.expand(rows).reshape(-1),
-        None if labels is None else labels.reshape(-1),
-    )
+        teacher, entries = topk.teacher(problem, models.target, models.ids, of, models.row_weight)
+        problem, negligible = teacher.problem, teacher.negligible
+        models = models._replace(target=entries, ids=teacher.ids)
+    dtype = checks.LOSS_DTYPES[models.hidden.dtype, models.target.dtype]
+    reduced = reduction_of(reduction, models.hidden, models.row_weight, normalizer, dtype)
+    rows = models.hidden.shape[:-1]
+    models = _in_rows(models._replace(row_weight=reduced.row_weight), vocab)
     sums_hidden = group is not None and sequence_dim is None
     task = linear.task_of(problem, models, negligible, dtype, chunk_rows or 0, widens, sums_hidden)
     if reduced.per_row:
@@ -786,6 +755,84 @@ def linear_divergence(
     else:
         loss = reduced.finish(linear.total(task, models, reduced.scale))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
+
+
+def _localised(models: Models, valid_vocab: int | None, group: ProcessGroup | None) -> tuple[Models, Layout]:
+    """Of DTensors this device's parts, and how they lie."""
+    checks.valid_width(valid_vocab, models.weight.size(0))
+    of_tokens: dict[str, tuple[Tensor | None, int]] = {"weight": (models.weight, 0), "bias": (models.bias, 0)}
+    of_rows = {"input": models.hidden, "target_indices": models.ids}
+    of_rows |= {"row_weight": models.row_weight, "labels": models.labels}
+    if models.target_weight is None and models.ids is None:
+        of_tokens |= {"target": (models.target, -1)}
+    else:
+        of_tokens |= {"target_weight": (models.target_weight, 0), "target_bias": (models.target_bias, 0)}
+        of_rows |= {"target": models.target}
+    local, layout = sharded.localised(of_tokens, of_rows, valid_vocab, group)
+    own = Models(
+        hidden=local["input"],
+        weight=local["weight"],
+        bias=local.get("bias"),
+        target=local["target"],
+        target_weight=local.get("target_weight"),
+        target_bias=local.get("target_bias"),
+        ids=local.get("target_indices"),
+        row_weight=local.get("row_weight"),
+        labels=local.get("labels"),
+    )
+    return own, layout
+
+
+def _checked(models: Models, target_form: str | None, tail: str) -> Models:
+    """The same, each tensor checked and cast as autocast casts it."""
+    input = models.hidden
+    hidden, weight, bias = checks.projection("input", input, "weight", models.weight, "bias", models.bias)
+    given = models.target, models.target_weight, models.target_bias, target_form, models.ids, tail
+    target, target_weight, target_bias = checks.teacher(input, *given)
+    row_weight = None if models.row_weight is None else checks.row_weight(models.row_weight, input)
+    labels = None if models.labels is None else checks.labels(models.labels, input)
+    return Models(hidden, weight, bias, target, target_weight, target_bias, models.ids, row_weight, labels)
+
+
+def _vocab(models: Models, valid_vocab: int | None, group: ProcessGroup | None) -> int:
+    """How many tokens count; of a rank's slice of padding none."""
+    tokens = models.weight.size(0)
+    if valid_vocab == 0 and group is not None:
+        return 0
+    if models.ids is not None:
+        return checks.valid_width(valid_vocab, tokens) or tokens
+    others = models.target.size(-1) if models.target_weight is None else models.target_weight.size(0)
+    return checks.shared_vocab(valid_vocab, tokens, others)
+
+
+def _gathered(models: Models, sequence_dim: int, group: ProcessGroup) -> Models:
+    """The rows of all ranks."""
+    gather_rows = functools.partial(parallel.all_gather_rows, dim=sequence_dim, group=group)
+    return models._replace(
+        hidden=gather_rows(models.hidden, sums=True),
+        target=gather_rows(models.target, sums=models.ids is None),
+        ids=None if models.ids is None else gather_rows(models.ids),
+        row_weight=None if models.row_weight is None else gather_rows(models.row_weight),
+        labels=None if models.labels is None else gather_rows(models.labels),
+    )
+
+
+def _in_rows(models: Models, vocab: int) -> Models:
+    """As matrices, of the tokens that count."""
+    target, rows = models.target, models.hidden.shape[:-1]
+    if models.target_weight is None and models.ids is None and target.size(-1) != vocab:
+        target = target[..., :vocab]
+    return Models(
+        rows_of(models.hidden),
+        first(models.weight, vocab),
+        None if models.bias is None else first(models.bias, vocab),
+        rows_of(target),
+        None if models.target_weight is None else first(models.target_weight, vocab),
+        None if models.target_bias is None else first(models.target_bias, vocab),
+        None if models.ids is None else rows_of(models.ids),
+        None if models.row_weight is None else models.row_weight.expand(rows).reshape(-1),
+        None if models.labels is None else models.labels.reshape(-1),
+    )
 
 
 @untraced
