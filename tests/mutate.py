@@ -52,6 +52,7 @@ TARGETS = {
         "truth_table": "",
     },
     "backends/pytorch/topk": {"topk": ""},
+    "outcomes": {"topk": ""},
     "backends/cuda/logits/series": {"series": ""},
 }
 
@@ -115,7 +116,7 @@ EQUIVALENT = [
     Equivalent("backends/pytorch/__init__", "len(self.slices) == 1", "len(self.slices) != 1", HOW_MANY),
     Equivalent("backends/pytorch/__init__", "torch.where(skipped, 1.0", "torch.where(skipped, 2.0", UNREAD),
     Equivalent("backends/pytorch/topk", "torch.where(absent, 1.0", "torch.where(absent, 2.0", UNREAD),
-    Equivalent("backends/pytorch/topk", "torch.where(p == 0, 1.0", "torch.where(p == 0, 2.0", UNREAD),
+    Equivalent("outcomes", "torch.where(p == 0, 1.0", "torch.where(p == 0, 2.0", UNREAD),
     Equivalent("backends/pytorch/topk", "torch.where(nothing, 0.0, known)", "torch.where(nothing, 1.0, known)", UNREAD),
     Equivalent(
         "backends/pytorch/topk", "torch.where(tail == -math.inf, 0.0", "torch.where(tail == -math.inf, 1.0", UNREAD

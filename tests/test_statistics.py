@@ -9,6 +9,7 @@ import torch
 
 import kullback
 from kullback.backends import pytorch
+from kullback.entropy import entropy_of, entropy_parts
 from kullback.problem import Problem, Side
 from tests import oracle, samples
 from tests.kinds import GPU
@@ -647,6 +648,6 @@ def test_the_entropy_of_a_row_in_pieces(generator):
     x[torch.arange(6), torch.arange(6)] = torch.linspace(10, 32, 6)
     lse = x.double().logsumexp(-1)
     problem = Problem("kl", Side("logits"), Side("logits"))
-    parts = [pytorch.entropy_parts(problem, piece, lse, torch.float32) for piece in x.split(30, -1)]
-    found = pytorch.entropy_of(torch.stack(parts).sum(0))
+    parts = [entropy_parts(problem, piece, lse, torch.float32) for piece in x.split(30, -1)]
+    found = entropy_of(torch.stack(parts).sum(0))
     torch.testing.assert_close(found, definitions(x, x)["entropy"], rtol=3e-6, atol=0)

@@ -6,6 +6,7 @@ element. Only logits need to know the row (its `Softmax`); only they are normali
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Form(NamedTuple):
     log_mass: Callable[[Value, Softmax], Value]
     pull_back: Callable[[Value, Value, Value, Softmax], Value]
     in_range: tuple[float, float] | None  # elements in this open interval need no guard against 0 and infinity
+    nothing: float  # an element without mass
     normalised: bool = False
 
 
@@ -54,18 +56,21 @@ FORMS: dict[str, Form] = {
         log_mass=lambda x, softmax: log(x),
         pull_back=lambda x, mass, gradient, softmax: ratio_or_zero(gradient, x),
         in_range=(1e-30, 1e6),  # and the quotient of two is a normal float32
+        nothing=0.0,
     ),
     "log_probs": Form(
         mass=lambda x, softmax: exp(x),
         log_mass=lambda x, softmax: x,
         pull_back=lambda x, mass, gradient, softmax: gradient,
         in_range=(-69.0, 69.0),
+        nothing=-math.inf,
     ),
     "logits": Form(
         mass=lambda x, softmax: logit_mass(x, softmax.max, softmax.inv_temperature, softmax.inv_sum_exp),
         log_mass=lambda x, softmax: (x - softmax.max) * softmax.inv_temperature - softmax.log_sum_exp,
         pull_back=lambda x, mass, gradient, softmax: gradient - mass * softmax.grad_sum,
         in_range=None,  # a finite logit may have no mass
+        nothing=-math.inf,
         normalised=True,
     ),
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback import library, parallel
-from kullback.backends.pytorch import topk as in_torch
+from kullback.forms import FORMS
+from kullback.outcomes import one_outcome, reference, without_rounding
 from kullback.problem import IGNORED, Problem, Side, Weights, gathered_dtype, kept_dtype
 from kullback.work import Gather, Operands, as_rows, row_vector, weighted
 
@@ -144,7 +145,7 @@ def gather(problem: Problem, input: Tensor, ids: Tensor, others: int) -> Tensor:
     """The input's rows at the ids and so many numbers more (`Gather.others`): [rows, k + others], as they count."""
     gathered = input.new_empty(input.size(0), ids.size(1) + others, dtype=gathered_dtype(problem, input))
     parallel.run(Gather(problem, input, ids, gathered))
-    return gathered if others else in_torch.one_outcome(gathered, ids)
+    return gathered if others else one_outcome(gathered, ids)
 
 
 def others_of(problem: Problem) -> int:
@@ -166,7 +167,7 @@ def without_label(teacher: Teacher, gathered: Tensor) -> Tensor:
     """As the teacher's ids alone would have been gathered: the label that is none of them is part of the tail."""
     k = teacher.ids.size(-1)
     if not (teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)):
-        return in_torch.one_outcome(gathered[..., :k], teacher.ids)
+        return one_outcome(gathered[..., :k], teacher.ids)
     return torch.cat([gathered[..., :k], log_sum(gathered[..., k:])], -1)
 
 
@@ -179,7 +180,7 @@ def sharing_its_tail(outcomes: Tensor, target: Tensor, negligible: float, proble
     k = target.size(-1) - 1
     both, label, tail = shares(outcomes[..., k:])
     together = torch.cat([outcomes[..., :k], both], -1)
-    target = in_torch.without_rounding(together, target, negligible, problem)
+    target = without_rounding(together, target, negligible, problem)
     return torch.cat([target[..., :k], target[..., k:] + label, target[..., k:] + tail], -1)
 
 
@@ -202,7 +203,7 @@ def offset_of(problem: Problem, input: Tensor, ids: Tensor) -> Tensor | float:
     if not problem.weights.z or problem.input.softcap or problem.shard.group:
         return 0.0
     values = problem.narrow(input.detach())
-    largest = in_torch.reference(values, ids).squeeze(-1)
+    largest = reference(values, ids).squeeze(-1)
     return largest.to(kept_dtype(values.dtype)) / problem.input.temperature
 
 
@@ -221,7 +222,7 @@ def at_support(gathered: Tensor, ids: Tensor, form: str) -> Tensor:
     absent = ids < 0
     if form == "logits":
         gathered = without_empty_rows(gathered, absent).log_softmax(-1)
-    return torch.where(absent, in_torch.none_of(form), gathered[..., :-1])
+    return torch.where(absent, FORMS[form].nothing, gathered[..., :-1])
 
 
 def without_empty_rows(gathered: Tensor, absent: Tensor) -> Tensor:

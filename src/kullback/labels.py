@@ -15,7 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback.problem import IGNORED, Problem, Weights, kept_dtype
+from kullback.problem import (
+    IGNORED,
+    Problem,
+    Side,
+    Weights,
+    accumulator,
+    capped,
+    compute_dtype,
+    inverse_temperature,
+    kept_dtype,
+)
 
 
 def counts(labels: Tensor | None, like: Tensor) -> Tensor:
@@ -72,6 +82,15 @@ def in_slice(labels: Tensor, first_token: int, width: int) -> Tensor:
 def at_labels(x: Tensor, labels: Tensor) -> Tensor:
     """Of rows [..., tokens] the number at each one's label: any where that is none, and 0 where there are no tokens."""
     return x.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) if x.size(-1) else x.sum(-1)
+
+
+def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of rows [rows, vocab] of logits, as they count; 0 where there is none here. dtype: as of `compute_dtype`."""
+    # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.
+    dtype = dtype or compute_dtype(x, x)
+    own = capped(at_labels(x, labels).to(dtype), side.softcap)
+    scale = inverse_temperature(side, dtype == torch.float64)
+    return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
 
 
 def weighted_of_masses(

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
-from kullback.backends.pytorch import entropy_of, entropy_parts, label_logits
-from kullback.backends.pytorch import topk as in_torch
-from kullback.labels import at_labels, in_slice, losses, weighted_of_masses
+from kullback.entropy import entropy_of, entropy_parts
+from kullback.forms import FORMS
+from kullback.labels import at_labels, in_slice, label_logits, losses, weighted_of_masses
+from kullback.outcomes import drop_rounding, reference, sum_of
 from kullback.problem import WHOLE, Problem, Shard, Weights, compute_dtype, kept_dtype
 from kullback.state import (
     RowState,
@@ -223,9 +224,9 @@ def _gather(work: Gather) -> None:
     problem, x, k = work.problem, work.input, work.ids.size(1)
     group = resolved(problem.shard.group)
     _check_work(work, x.size(0))
-    form, nothing = problem.input.form, in_torch.none_of(problem.input.form)
+    form = problem.input.form
     ids = in_slice(work.ids, problem.shard.first_token, work.input.size(1))
-    own = x.new_full((x.size(0), work.gathered.size(1) + 1), nothing, dtype=kept_dtype(x.dtype))
+    own = x.new_full((x.size(0), work.gathered.size(1) + 1), FORMS[form].nothing, dtype=kept_dtype(x.dtype))
     own[:, -1] = _reference(problem, x, ids)
     if x.size(1):
         found = torch.empty_like(own[:, :-1], memory_format=torch.contiguous_format)
@@ -235,9 +236,8 @@ def _gather(work: Gather) -> None:
     values = parts[..., :-1] + parts[..., -1:] / problem.input.temperature
     work.gathered[:, :k] = values[..., :k].amax(0)
     if work.others:
-        tails = values[..., k]
-        work.gathered[:, k] = tails.sum(0) if form == "probs" else tails.logsumexp(0)
-    in_torch.drop_rounding(work)
+        work.gathered[:, k] = sum_of(values[..., k], form, 0)
+    drop_rounding(work)
 
 
 def _scatter(work: Scatter) -> None:
@@ -254,7 +254,7 @@ def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
     """[rows]: what backends take from a row's logits, the largest at its ids (`Gather`); 0 where they take nothing."""
     if problem.input.form != "logits" or problem.input.softcap or not x.size(1):
         return x.new_zeros(x.size(0))
-    return in_torch.reference(x, ids).squeeze(1)
+    return reference(x, ids).squeeze(1)
 
 
 # Rows that ranks have parts of, before or after the vocabulary is shared: sequence parallelism.

@@ -289,6 +289,12 @@ def inverse_temperature(side: Side, double: bool) -> float:
     return inverse if double else torch.tensor(inverse, dtype=torch.float32, device="cpu").item()
 
 
+def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The number next to it that logits can be, which they are taken against, and what is left when that is scaled."""
+    reference = (lse / scale).to(dtype)
+    return reference, torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale).to(dtype)
+
+
 def capped(x: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(x / softcap) if softcap else x
 

@@ -42,6 +42,7 @@ from kullback.gathered import (
 )
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
+from kullback.outcomes import log_or_nothing, one_outcome, without_rounding
 from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, as_ids, decode, gathered_dtype, kept_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector, weighted
@@ -133,7 +134,7 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
     has_tail = y.size(-1) > ids.size(-1)
     of_support = is_of_support(problem, has_tail)
     if has_tail:
-        y = in_torch.without_rounding(gathered, y, negligible, problem)
+        y = without_rounding(gathered, y, negligible, problem)
     values = at_support(gathered, ids, "logits") if of_support else gathered
     d_values = None if work.d_input is None else torch.empty_like(values)
     small = at_ids(problem, "log_probs" if of_support else "logits")
@@ -402,9 +403,9 @@ def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tupl
         small = at_ids(teacher.problem, "log_probs" if form == "logits" else form)
         return small, Operands(values, target, row_weight)
     if not teacher.has_tail:
-        gathered = in_torch.one_outcome(in_torch.log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
+        gathered = one_outcome(log_or_nothing(gathered), teacher.ids) if form == "probs" else gathered
         return at_ids(teacher.problem), Operands(gathered, target, row_weight)
-    target = in_torch.without_rounding(gathered, target, teacher.negligible, teacher.problem)
+    target = without_rounding(gathered, target, teacher.negligible, teacher.problem)
     return at_ids(teacher.problem, form), Operands(gathered, target, row_weight)
 
 

@@ -13,7 +13,7 @@ from kullback.backends.arguments import address
 from kullback.backends.build import remember_failures
 from kullback.backends.c.compile import HERE, arguments_of, function, library
 from kullback.backends.printer import TYPES, print_macros
-from kullback.backends.pytorch.topk import drop_rounding, no_token
+from kullback.outcomes import drop_rounding, no_token
 from kullback.work import Entries, Gather, Scatter
 
 TOPK, ENTRIES = ((HERE / name).read_text(encoding="utf-8") for name in ("topk.c", "entries.c"))

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
-from kullback.backends.pytorch.piece import Piece, are_far, parts_of_lse
-from kullback.problem import Problem, Side, accumulator, capped, compute_dtype, inverse_temperature
+from kullback.backends.pytorch.piece import Piece, are_far
+from kullback.entropy import entropy_of, entropy_parts
+from kullback.problem import Problem, accumulator, capped, compute_dtype
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Operands, Rows, Scale, Scatter, Work, weighted
 
-LEAST_LOG = -1e30  # of no mass, times which it is nothing
-LOG_HALF = -0.69  # just above log ½: a token of more mass is left out, and what others have is then less than ½
 CPU_CHUNK = 1 << 19
 DEVICE_CHUNK = 1 << 24  # for each byte of a logit, since eager PyTorch's temporaries are as wide as logits
 LEAST_FAR_SHARE = 0.5  # of the first rows: with less of them, more time is lost than won
@@ -55,7 +54,8 @@ def _labels(work: Labels) -> None:
     if work.input is None or work.logits is None:
         auxiliary.assert_tokens(work.labels, work.vocab)
     else:
-        work.logits.copy_(label_logits(work.side, work.input, work.labels)).masked_fill_(work.labels < 0, torch.nan)
+        found = auxiliary.label_logits(work.side, work.input, work.labels)
+        work.logits.copy_(found).masked_fill_(work.labels < 0, torch.nan)
 
 
 @functools.cache
@@ -306,7 +306,7 @@ class Chunk:
         """Of each row the logit of its label, and the mean of its logits where labels are smoothed."""
         nothing = self.x.new_zeros(self.x.size(0), dtype=accumulator(self.x))
         dtype = compute_dtype(self.x, self.y)
-        logit = nothing if labels is None else label_logits(self.problem.input, self.x, labels, dtype)
+        logit = nothing if labels is None else auxiliary.label_logits(self.problem.input, self.x, labels, dtype)
         if not self.problem.weights.smoothing:
             return logit, nothing
         side = self.problem.input
@@ -333,34 +333,3 @@ class Chunk:
                 width = part.stop - part.start
                 marks = auxiliary.marks(self.problem, labels, upstream, tokens, part.start, width)
             piece.write(outputs, state, grad_out, skipped, marks)
-
-
-def label_logits(side: Side, x: Tensor, labels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Of rows [rows, vocab] of logits, as they count; 0 where there is none here. dtype: as of `compute_dtype`."""
-    # Capped in the dtype of the pass that found the log-sum-exp: what is left of the two keeps its digits.
-    dtype = dtype or compute_dtype(x, x)
-    own = capped(auxiliary.at_labels(x, labels).to(dtype), side.softcap)
-    scale = inverse_temperature(side, dtype == torch.float64)
-    return torch.where(labels < 0, 0.0, own.to(accumulator(x)) * scale)
-
-
-def entropy_parts(problem: Problem, x: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """[2, rows], of these tokens of rows of logits: their mass, and -Σ q log q, which add up over a row's tokens.
-
-    A token that has more than half of its row is left out: what its logarithm is rounded by may be more than the rest.
-    dtype: what the log-sum-exps were found in.
-    """
-    side = problem.input
-    scale = inverse_temperature(side, dtype == torch.float64)
-    reference, rest = parts_of_lse(lse, scale, dtype)
-    logs = (capped(x.to(dtype), side.softcap) - reference.unsqueeze(-1)).mul_(scale).sub_(rest.unsqueeze(-1))
-    masses = logs.exp().masked_fill_(logs > LOG_HALF, 0)
-    mass = masses.sum(-1)
-    return torch.stack([mass, -masses.mul_(logs.clamp_(min=LEAST_LOG)).sum(-1)]).to(lse.dtype)
-
-
-def entropy_of(parts: Tensor) -> Tensor:
-    """Of whole rows: a token that was left out has what the others do not."""
-    others, of_others = parts.unbind()
-    left = torch.where(others < 0.5, others, 0.0)
-    return of_others + (left - 1) * torch.log1p(-left)

@@ -21,7 +21,16 @@ from kullback.backends.pytorch.programs import (
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
-from kullback.problem import Problem, accumulator, capped, compute_dtype, has_corner, inverse_temperature, softcap_grad
+from kullback.problem import (
+    Problem,
+    accumulator,
+    capped,
+    compute_dtype,
+    has_corner,
+    inverse_temperature,
+    parts_of_lse,
+    softcap_grad,
+)
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}
@@ -379,12 +388,6 @@ def are_far(problem: Problem, stats: RowStats, sums: RowSums) -> Tensor:
     size = torch.where(stats.tilted_lse == 0, sums.term, stats.tilted_lse.abs())
     between = (stats.target_lse - stats.input_lse).abs() / MOST_BETWEEN
     return size >= between.clamp(min=least_far_sum(problem))
-
-
-def parts_of_lse(lse: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The number next to it that logits can be, which they are taken against, and what is left when that is scaled."""
-    reference = (lse / scale).to(dtype)
-    return reference, torch.where(lse.isinf(), 0.0, lse - reference.to(lse.dtype) * scale).to(dtype)
 
 
 def log_sum_exp(values: Tensor) -> Tensor:

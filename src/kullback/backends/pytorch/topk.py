@@ -8,6 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kullback.forms import FORMS
+from kullback.outcomes import (
+    IDS,
+    drop_rounding,
+    log_or_nothing,
+    logs_of,
+    no_token,
+    one_outcome,
+    reference,
+    sum_of,
+)
 from kullback.problem import Problem, accumulator, capped, kept_dtype, softcap_grad
 from kullback.tracing import in_functorch
 from kullback.work import Entries, Gather, Scatter, TopK
@@ -33,7 +44,7 @@ def entries(
     absent = indices < 0
     ids, first = _distinct(indices)
     values = torch.where(absent, 1.0, values.to(kept_dtype(values.dtype)))
-    log_p = log_or_nothing(values) if of.form == "probs" else values
+    log_p = logs_of(values, of.form)
     log_p = _sum_of_equal(torch.where(absent, -math.inf, log_p), first)
     log_p = torch.where(ids < 0, -math.inf, log_p)
     known = log_p / temperature
@@ -61,22 +72,16 @@ def gather(work: Gather) -> None:
 def gathered(problem: Problem, x: Tensor, ids: Tensor, others: int) -> Tensor:
     """[rows, k + others]: what rows are at their ids; what all others have together; and the mean of all."""
     form, values = problem.input.form, _tempered(problem, _counted(problem, x, ids))
-    nothing = none_of(form)
+    nothing = FORMS[form].nothing
     at_ids = torch.where(ids < 0, nothing, values.gather(-1, ids.clamp(min=0)))
     if not others:
         return at_ids
     rest = torch.where(_marked(ids, values.size(-1)), nothing, values)
-    columns = [at_ids, (rest.sum(-1) if form == "probs" else rest.logsumexp(-1)).unsqueeze(-1)]
+    columns = [at_ids, sum_of(rest, form, -1).unsqueeze(-1)]
     if others > 1:
         total = values.sum(-1, keepdim=True, dtype=accumulator(values))
         columns.append((total / values.size(-1)).to(values.dtype))
     return torch.cat(columns, -1)
-
-
-def drop_rounding(work: Gather) -> None:
-    """Leave in the target's tail what is more than rounding."""
-    if work.target is not None:
-        work.target.copy_(without_rounding(work.gathered, work.target, work.negligible, work.problem))
 
 
 def scatter(work: Scatter) -> None:
@@ -138,14 +143,6 @@ def _tempered(problem: Problem, counted: Tensor) -> Tensor:
     return counted / problem.input.temperature if problem.input.form == "logits" else counted
 
 
-def reference(values: Tensor, ids: Tensor) -> Tensor:
-    """The largest of a row's logits at its ids: an offset that all of a row have would take the digits of its tail."""
-    if ids.size(-1) == 0:
-        return torch.zeros_like(values[..., :1])
-    largest = values.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, -math.inf).amax(-1, keepdim=True)
-    return torch.where(largest.isfinite(), largest, 0.0)
-
-
 def _marked(ids: Tensor, vocab: int) -> Tensor:
     """Which of a row's elements are among its ids."""
     marks = ids.new_zeros((*ids.shape[:-1], vocab + 1), dtype=torch.bool)
@@ -171,13 +168,6 @@ def _checked(indices: Tensor, vocab: int, skipped: Tensor | None) -> Tensor:
     return indices
 
 
-IDS = "target_indices must lie from 0 to {}, or be -1"
-
-
-def no_token(vocab: int, index: float) -> ValueError:
-    return ValueError(f"{IDS.format(vocab - 1)}; got {index}")
-
-
 def _log_tail(log_p: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log of what so many other tokens have together: of equal shares, the choice of largest entropy, tempered."""
     least = torch.finfo(log_p.dtype).eps / 2  # what rounding leaves of 1 - 1
@@ -186,43 +176,6 @@ def _log_tail(log_p: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     log_tokens = tokens.clamp(min=1).to(wide).log()
     tail = log_tokens + (mass.log() - log_tokens) / temperature
     return torch.where(tokens > 0, tail, -math.inf).to(log_p.dtype)
-
-
-def none_of(form: str) -> float:
-    """What an element counts as that holds no mass."""
-    return 0.0 if form == "probs" else -math.inf
-
-
-def without_rounding(gathered: Tensor, target: Tensor, negligible: float, problem: Problem) -> Tensor:
-    """The target without what is nothing but rounding in its tail.
-
-    A tail that is no more than `negligible` may be what rounding left of 1 - 1. None is taken where the student has
-    none: it would be p > 0 at q = 0. At a temperature such a tail has grown beyond measure, and no more is taken than
-    the student has: of all teachers with these entries, one that is nearest.
-    """
-    form, tail, own = problem.input.form, target[..., -1:], gathered[..., -1:].detach()
-    likely = torch.where(own == none_of(form), -math.inf, tail)
-    if problem.target.temperature == 1:
-        return torch.cat([target[..., :-1], torch.where(tail <= negligible, likely, tail)], -1)
-    values = gathered.detach()
-    logs = log_or_nothing(values) if form == "probs" else values
-    known = target[..., :-1].detach().logsumexp(-1, keepdim=True)
-    share = logs[..., -1:] - logs[..., :-1].logsumexp(-1, keepdim=True) + known
-    likely = torch.where(own == none_of(form), -math.inf, torch.minimum(tail, share.to(tail.dtype)))
-    # What the tail loses goes to the entries: the row has the mass that it had.
-    gain = torch.logaddexp(known, tail.detach()) - torch.logaddexp(known, likely.detach())
-    return torch.where((tail <= negligible) & (tail > likely), torch.cat([target[..., :-1], likely], -1) + gain, target)
-
-
-def one_outcome(gathered: Tensor, ids: Tensor) -> Tensor:
-    """A row of no ids has no distribution to renormalise: it is given one outcome, the same to both models."""
-    nothing = (ids < 0).all(-1, keepdim=True)
-    return torch.where(nothing & (torch.arange(ids.size(-1), device=ids.device) == 0), 0.0, gathered)
-
-
-def log_or_nothing(p: Tensor) -> Tensor:
-    """log p, with a gradient of 0 where p is 0."""
-    return torch.where(p == 0, -math.inf, torch.where(p == 0, 1.0, p).log())
 
 
 def _sum_of_equal(log_p: Tensor, first: Tensor) -> Tensor:
