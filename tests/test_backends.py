@@ -136,8 +136,11 @@ def test_a_compiler_that_compiles_nothing_is_asked_once_and_told(monkeypatch, tm
     log = tmp_path / "log"
     script = fake_compiler(f"echo asked >> {log}\nexit 1")
     monkeypatch.setenv("CC", script)
-    with pytest.warns(RuntimeWarning, match=r"(?s)backend 'c' could not build a kernel; a slower one runs.*cc.*failed"):
+    with pytest.warns(
+        RuntimeWarning, match=r"(?s)backend 'c' could not build a kernel; a slower one runs.*cc.*failed"
+    ) as told:
         assert kullback.divergence(X, X, form="probs").item() == 0
+    assert {each.filename for each in told} == {__file__}  # the line that called, and no line of ours
     asked = log.read_text()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

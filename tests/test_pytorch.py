@@ -2,6 +2,8 @@
 
 import functools
 import math
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -447,3 +449,30 @@ def test_a_large_mask_of_one_side(backend):
     x, y = torch.tensor([[0.08, -1e17]], dtype=torch.float64), torch.tensor([[0.137, 0.07]], dtype=torch.float64)
     assert kullback.divergence(x, y, "renyi", alpha=2.0).item() == pytest.approx(1e17)
     assert kullback.divergence(x, y, "alpha", alpha=2.0).item() == torch.inf
+
+
+WITHOUT_PRIVATE_NAMES = """
+import torch
+del torch._C._functorch.is_legacy_batchedtensor
+import kullback
+
+x, y = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+loss = kullback.divergence(x, y, reduction="none")
+(rows,) = torch.autograd.grad(loss, x, torch.eye(3), is_grads_batched=True, retain_graph=True)
+(whole,) = torch.autograd.grad(loss.sum(), x)
+torch.testing.assert_close(rows.sum(0), whole)
+with torch.autograd.forward_ad.dual_level():
+    dual = torch.autograd.forward_ad.make_dual(torch.randn(3, 5), torch.ones(3, 5))
+    del torch.autograd.forward_ad._current_level
+    try:
+        kullback.divergence(dual, y)
+    except NotImplementedError:
+        print("refused")
+    torch.autograd.forward_ad._current_level = 0
+"""
+
+
+def test_private_names_of_torch_may_go():
+    """What they told of a call is then taken for so: no tangent is dropped, and no batch of gradients read as one."""
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_PRIVATE_NAMES], capture_output=True, text=True, check=True)
+    assert ran.stdout == "refused\n"

@@ -10,7 +10,6 @@ import math
 import numbers
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, SupportsIndex, TypeVar, get_args
 
@@ -22,6 +21,7 @@ from kullback.choices import Reduction, Tail
 from kullback.divergences import DIVERGENCES
 from kullback.forms import FORMS
 from kullback.labels import are_tokens, assert_tokens, demand
+from kullback.notices import notice
 from kullback.problem import (
     DIVERGENCE_ALONE,
     UNSIGNED,
@@ -659,20 +659,11 @@ def notice_logits(name: str, values: Tensor, indices: Tensor, target_form: str, 
         counts &= (row_weight != 0).unsqueeze(-1)
     most = torch.where(counts, values.detach().float(), -math.inf).exp().sum(-1)
     if most.numel() and (largest := most.max().item()) > 1.1:
-        warnings.warn(
+        notice(
             f"{name} holds log-probabilities, by target_form, and they are those of probabilities that sum to "
             f"{largest:.3g}; of logits say target_form='logits' (with another tail than \"bucket\")",
             UserWarning,
-            stacklevel=_frames_inside(),
         )
-
-
-def _frames_inside() -> int:
-    """The `stacklevel` at which who called this library is warned: past modules and what torch has around them."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("kullback", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 PROBLEM_OPTIONS = (

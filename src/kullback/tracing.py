@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-# Private, and so by name; where one is missing every call counts as traced: slower, never wrong.
+# Private, and so by name. Where one is missing every call counts as traced: slower, or refused, and never wrong.
 _functorch_is_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _modes = getattr(torch._C, "_TorchDispatchModeKey", None)
@@ -18,6 +18,7 @@ _jit_is_tracing = getattr(torch._C, "_is_tracing", lambda: True)
 is_batched: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
 )  # by is_grads_batched
+_tells_batched = hasattr(torch._C._functorch, "is_legacy_batchedtensor")
 _is_wrapped: Callable[[Tensor], bool] = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
 )
@@ -36,10 +37,10 @@ def is_traced(*tensors: Tensor) -> bool:
         return True
     if in_forward_ad():  # autograd.Function refuses it, a bare operator would drop tangents
         return True
-    for tensor in tensors:  # noqa: SIM110 # a generator would take as long as all of this
+    for tensor in tensors:  # a generator would take as long as all of this
         if type(tensor) not in PLAIN or is_batched(tensor):
             return True
-    return False
+    return not _tells_batched
 
 
 def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -87,7 +88,7 @@ def is_symbolic(number: float) -> bool:
 
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is open: then a tensor may have a tangent and not require a gradient."""
-    return getattr(_forward_ad, "_current_level", -1) >= 0
+    return getattr(_forward_ad, "_current_level", 0) >= 0
 
 
 def in_functorch() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NamedTuple, Protocol
@@ -12,6 +11,7 @@ import torch
 
 from kullback.backends import c, cuda, pytorch
 from kullback.backends.build import BuildError
+from kullback.notices import notice
 from kullback.work import Labels, Rows, Scale, Work
 
 
@@ -35,9 +35,9 @@ class BackendInfo(NamedTuple):
     """What the last eager call ran on.
 
     `name` is the backend of all its parts, or the names of several joined by "+". `parts` has each part's: "loss",
-    "gradient", "statistics", "accumulate"; "describe" of `row_statistics`; "labels" where these are looked at apart;
-    "entries", "gather" and "scatter" of a top-k teacher. `refused` says why preferred backends did not run.
-    Before any call `name` is "none". Calls that torch.compile has traced are not noted.
+    "gradient", "statistics", "accumulate"; "describe" of `row_statistics`; "entries", "gather" and "scatter" of a
+    top-k teacher. `refused` says why preferred backends did not run. Before any call `name` is "none". Calls that
+    torch.compile has traced are not noted. Threads share it: the last call is the process's.
     """
 
     name: str
@@ -151,9 +151,8 @@ def _failed(name: str, error: BuildError, is_forced: bool) -> str:
     reason = str(error)
     if not is_forced and reason not in _told:
         _told.add(reason)
-        warnings.warn(
+        notice(
             f"kullback's backend {name!r} could not build a kernel; a slower one runs in its place: {reason}",
             RuntimeWarning,
-            stacklevel=2,
         )
     return reason

@@ -16,7 +16,6 @@ import shutil
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import filelock
 
 from kullback.backends.build import BuildError
+from kullback.notices import notice
 
 DIGEST_BYTES = 32
 LOCK_SECONDS = 180.0  # for another process's compilation; then this one compiles for itself
@@ -154,7 +154,7 @@ def _why_not_trusted(path: Path) -> str | None:
 @functools.cache
 def _tell(what: str) -> None:
     """Once for each folder and reason."""
-    warnings.warn(f"kullback: {what}; a folder of this process is used", RuntimeWarning, stacklevel=2)
+    notice(f"kullback: {what}; a folder of this process is used", RuntimeWarning)
 
 
 _private: list[Path] = []

@@ -637,6 +637,76 @@ INLINE void finish_figures(const Arguments &a, unsigned r, unsigned cluster)
 }
 #endif
 
+#if SUMS_FROM_MOMENTS && !KNOWN
+/* A row whose moments lack its term: that is summed and gradients are written in one sweep, which releases the row. False where
+   nobody waits for its loss: that is added here, and the row is done. */
+INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float labelled)
+{
+    const Arguments &a = slice.a;
+    const unsigned r = slice.row;
+    const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
+    const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
+#if HAS_AUXILIARY
+    if (WANT_GRADIENT)
+        shift_sum(a, pipeline, found.stats, found.sums, (float)d_loss);
+#endif
+    TermSums term;
+    if (SUMS_WHILE_WRITING && found.mode == STABLE)
+        term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, found.is_sure, grad_out);
+    if (found.mode == FAST)
+        term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close,
+                                                           found.is_sure, grad_out);
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
+    if (a.loss == 0 && a.found == 0) {
+        const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + labelled;
+        if (threadIdx.x % LOGICAL_WARP == 0)
+            near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
+#if HAS_AUXILIARY
+        if (WANT_GRADIENT)
+            write_label(slice, group, true);
+#endif
+        return false;
+    }
+#endif
+    const TermSums whole = all_reduced(a, pipeline, group, term);
+    found.sums.term = found.stats.tilted_lse == 0 ? whole.light + whole.heavy : 0;
+    return true;
+}
+#endif
+
+#if VERB != VERB_STATISTICS && VERB != VERB_ACCUMULATE
+/* The wanted gradients; without any the row is released. */
+INLINE void write_row(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, double weight, double d_loss)
+{
+    if (found.lacks_term) { /* what was to be written is, and the row is released */
+#if HAS_AUXILIARY
+        if (WANT_GRADIENT)
+            write_label(slice, group, true);
+#endif
+        return;
+    }
+    if (WANT_GRADIENT && found.is_equal) {
+        write_zeros(slice, pipeline, group);
+    } else if (WANT_GRADIENT) {
+        const GradOut grad_out = grad_out_of(slice.a, pipeline, weight, d_loss);
+#if HAS_AUXILIARY
+        shift_sum(slice.a, pipeline, found.stats, found.sums, (float)d_loss);
+#endif
+        if (found.mode == FAST)
+            write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
+        else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
+            write_stable_gradients(slice, pipeline, group, found.stats, found.sums, false, grad_out);
+        else
+            write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, {}, grad_out);
+#if HAS_AUXILIARY
+        write_label(slice, group, found.mode != SAFE);
+#endif
+    } else {
+        release_row(slice, pipeline, group);
+    }
+}
+#endif
+
 INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
@@ -653,40 +723,14 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     if (is_first_thread(group))
         keep_figures(a, r, found.stats);
 #endif
-    float more = 0;
+    float labelled = 0;
 #if HAS_AUXILIARY
     if (!KNOWN && is_first_thread(group)) /* before the label's place is another row's */
-        more = labelled_loss(a, label_of(pipeline), found.stats);
+        labelled = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
-    if (found.lacks_term) {
-        const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
-        const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
-#if HAS_AUXILIARY
-        if (WANT_GRADIENT)
-            shift_sum(a, pipeline, found.stats, found.sums, (float)d_loss);
-#endif
-        TermSums term;
-        if (SUMS_WHILE_WRITING && found.mode == STABLE)
-            term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, found.is_sure, grad_out);
-        if (found.mode == FAST)
-            term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close,
-                                                               found.is_sure, grad_out);
-#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
-        if (a.loss == 0 && a.found == 0) { /* nobody waits for the row's */
-            const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + more;
-            if (threadIdx.x % LOGICAL_WARP == 0)
-                near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
-#if HAS_AUXILIARY
-            if (WANT_GRADIENT)
-                write_label(slice, group, true);
-#endif
-            return;
-        }
-#endif
-        const TermSums whole = all_reduced(a, pipeline, group, term);
-        found.sums.term = found.stats.tilted_lse == 0 ? whole.light + whole.heavy : 0;
-    }
+    if (found.lacks_term && !add_term(slice, pipeline, group, found, labelled))
+        return;
 #endif
 #if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE
     if (is_first_thread(group)) {
@@ -702,37 +746,12 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (!KNOWN && is_first_thread(group)) {
-        const double loss = weight * (divergence_weight(a) * done.loss + more);
+        const double loss = weight * (divergence_weight(a) * done.loss + labelled);
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
-    if (found.lacks_term) { /* what was to be written is, and the row is released */
-#if HAS_AUXILIARY
-        if (WANT_GRADIENT)
-            write_label(slice, group, true);
-#endif
-        return;
-    }
-    if (WANT_GRADIENT && found.is_equal) {
-        write_zeros(slice, pipeline, group);
-    } else if (WANT_GRADIENT) {
-        const GradOut grad_out = grad_out_of(a, pipeline, weight, done.derivative);
-#if HAS_AUXILIARY
-        shift_sum(a, pipeline, found.stats, found.sums, (float)done.derivative);
-#endif
-        if (found.mode == FAST)
-            write_gradients<FAST>(slice, pipeline, group, found.stats, found.sums, found.cached, grad_out);
-        else if (!SUMS_WHILE_WRITING && found.mode == STABLE)
-            write_stable_gradients(slice, pipeline, group, found.stats, found.sums, false, grad_out);
-        else
-            write_gradients<SAFE>(slice, pipeline, group, found.stats, found.sums, {}, grad_out);
-#if HAS_AUXILIARY
-        write_label(slice, group, found.mode != SAFE);
-#endif
-    } else {
-        release_row(slice, pipeline, group);
-    }
+    write_row(slice, pipeline, group, found, weight, done.derivative);
 #endif
 }
 
