@@ -61,7 +61,7 @@ def first_sentence(text):
     return " ".join(sentence.split()).rstrip(".;").replace("|", "&#124;")
 
 
-def rooms():
+def modules():
     """Python's files, and the first sentence of each; packages of the command line and of integrations in one line."""
     source = ROOT / "src/kullback"
     files = [*source.glob("*.py"), *source.glob("*/__init__.py"), *source.glob("backends/**/*.py")]
@@ -83,17 +83,17 @@ def by_level(needs):
 
 
 def arrows():
-    """Python's rooms by what they import."""
+    """Python's modules by what they import."""
     source = ROOT / "src/kullback"
     imported = {}
     for path in sorted(source.rglob("*.py")):
-        room = path.relative_to(source).parts[0].removesuffix(".py")
+        module = path.relative_to(source).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kullback":
                 names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
-                imported.setdefault(room, set()).update({*names} - {room})
+                imported.setdefault(module, set()).update({*names} - {module})
     del imported["__init__"]  # imports what is public, and nobody imports it
-    lines = ["| level | rooms |", "|---|---|"]
+    lines = ["| level | modules |", "|---|---|"]
     for level, names in enumerate(by_level(imported), 1):
         lines.append(f"| {level} | {', '.join(f'`{name}`' for name in names)} |")
     return "\n".join(lines)
@@ -652,7 +652,7 @@ PERFORMANCE = (
 )
 
 
-ROOMS = (section("arrows", arrows), section("rooms", rooms), section("levels", levels))
+MODULES = (section("arrows", arrows), section("modules", modules), section("levels", levels))
 NUMERICS = (
     section("near", near),
     section("near, H200", near_on_a_gpu),
@@ -685,7 +685,7 @@ FILES = {
             integrations, ("gkd", "sdpo", "modelopt", "verl", "nemo_rl", "megatron"), ("loss", "gradient_norm")
         ),
     ),
-    "CONTRIBUTING.md": functools.partial(each, ROOMS),
+    "CONTRIBUTING.md": functools.partial(each, MODULES),
     "docs/decisions/README.md": between("<!-- written by `make tables` -->", "<!-- end -->", decisions),
 }
 

@@ -1,5 +1,6 @@
 """What documents say of kinds and results is what code and results say, in short sentences."""
 
+import ast
 import inspect
 import json
 import re
@@ -140,6 +141,21 @@ def test_no_time_is_typed():
 def test_sentences_are_short(path):
     long = [s for s in sentences(path.read_text(encoding="utf-8")) if len(s.split()) > LONGEST]
     assert not long
+
+
+MODULES = sorted((tables.ROOT / "src").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(tables.ROOT / "src/kullback")))
+def test_docstrings_are_short_and_stand_alone(path):
+    """A sentence has as many words as on a page, and none begins with what another said, which may have moved."""
+    of_code = ast.FunctionDef, ast.ClassDef, ast.Module
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, of_code)]
+    for text in filter(None, map(ast.get_docstring, nodes)):
+        prose = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(">>>"))
+        apart = re.sub(r"^(?= {4}\S)", "\n", prose, flags=re.MULTILINE)  # what is said of each argument
+        assert [s for s in sentences(apart) if len(s.split()) > LONGEST] == []
+        assert not text.startswith("The same")
 
 
 # What reviews found that no reader knows: the field's word is beside it

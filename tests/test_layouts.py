@@ -57,7 +57,7 @@ def test_storage_offsets(form, vocab, dtype, backend, device, generator):
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_slices_of_sequences_are_not_copied(reduction, weighted, backend, device, generator, monkeypatch):
-    """logits[:, :-1] has no view as rows: each sequence is a slab of its own."""
+    """logits[:, :-1] has no view as rows: each sequence is a part of its own."""
     x, y = (sample("logits", (2, 3, 5, 40), generator).to(device) for _ in range(2))
     weight = torch.rand(2, 3, 4, generator=generator).to(device) if weighted else None
     options = {"row_weight": weight, "reduction": reduction, "valid_vocab": 37}
@@ -68,11 +68,11 @@ def test_slices_of_sequences_are_not_copied(reduction, weighted, backend, device
         return loss.detach(), *torch.autograd.grad(loss.sum() * 3, (a, b))
 
     whole = results(x, y)
-    monkeypatch.setattr(work, "SLAB_BYTES", 1)
+    monkeypatch.setattr(work, "PART_BYTES", 1)
     problem = Problem("kl", Side("logits"), Side("logits"))
-    slabs = work.Rows(problem, work.Operands(x[:, :, :-1], y[:, :, 1:], weight)).split()
-    assert [tuple(slab.input.shape) for slab in slabs] == [(4, 40)] * 6
-    assert {slab.input.untyped_storage().data_ptr() for slab in slabs} == {x.untyped_storage().data_ptr()}
+    parts = work.Rows(problem, work.Operands(x[:, :, :-1], y[:, :, 1:], weight)).split()
+    assert [tuple(part.input.shape) for part in parts] == [(4, 40)] * 6
+    assert {part.input.untyped_storage().data_ptr() for part in parts} == {x.untyped_storage().data_ptr()}
     for ours, expected in zip(results(x, y), whole, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
     assert len(work.Rows(problem, work.Operands(x, y)).split()) == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kullback import backends, library
 from kullback.backends.pytorch.differentiable import gradient_by_formula
-from kullback.problem import Problem, accumulator, decode
+from kullback.problem import Problem, accumulator, decode, kept_dtype
 from kullback.tracing import distinct, is_traced
 from kullback.work import Operands, Scale, weighted
 
@@ -36,7 +36,7 @@ def waits_for_scaler(*tensors: Tensor) -> bool:
 
 def widened(grad_out: Tensor) -> Tensor:
     """An upstream gradient in float32 at least: kernels know no others."""
-    return grad_out.to(torch.promote_types(grad_out.dtype, torch.float32))
+    return grad_out.to(kept_dtype(grad_out.dtype))
 
 
 def weighing(operands: Operands, row_weight: Tensor) -> Operands:

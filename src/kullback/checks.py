@@ -32,6 +32,7 @@ from kullback.problem import (
     Weights,
     accumulator,
     as_ids,
+    kept_dtype,
 )
 from kullback.tracing import has_memory, in_functorch, is_fake, is_symbolic, is_traced, untransformed
 from kullback.work import Labels
@@ -180,6 +181,12 @@ def problem(
     return made
 
 
+def check_rows(input: Tensor) -> None:
+    """That it is of rows, where no other tensor is to have as many."""
+    if input.dim() == 0:
+        raise ValueError("input must have the shape [..., vocab]; got []")
+
+
 def valid_vocab(valid: int | None, input: Tensor, target: Tensor) -> int:
     """As a Problem has it: 0 where all of both rows counts."""
     if valid is None and input.shape == target.shape and input.dim():
@@ -209,7 +216,7 @@ def valid_width(valid: int | None, most: int | None) -> int:
         raise TypeError(f"valid_vocab must be an integer; got {type(valid).__name__}")
     valid = whole
     if valid < 1 or (most is not None and valid > most):
-        bound = "positive" if most is None else f"from 1 to {most}, the shorter vocabulary"
+        bound = "positive" if most is None else f"from 1 to {most}, the tokens that rows have"
         raise ValueError(f"valid_vocab must be {bound}; got {valid}")
     return valid
 
@@ -530,7 +537,7 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
 def widens_logits(dtype: torch.dtype | None, own: torch.dtype) -> bool:
     """Whether logits of 16-bit operands are to be float32."""
     check_dtype("logits_dtype", dtype)
-    wide = torch.promote_types(own, torch.float32)
+    wide = kept_dtype(own)
     if dtype not in (None, own, wide):
         allowed = own if own == wide else f"{own} or {wide}"
         raise ValueError(f"logits_dtype must be {allowed}, of hidden states in {own}; got {dtype}")

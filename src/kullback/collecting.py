@@ -14,7 +14,7 @@ from torch import Tensor
 from kullback import backends, parallel
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.labels import in_slice, label_logits
-from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature
+from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature, kept_dtype
 from kullback.tracing import in_functorch, is_traced
 from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 
@@ -101,7 +101,7 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     if not is_collecting() or problem.input.form != "logits" or problem.is_gathered:
         return None
     x, labels = operands.input.detach(), operands.labels
-    rows, dtype = math.prod(x.shape[:-1]), torch.promote_types(x.dtype, torch.float32)
+    rows, dtype = math.prod(x.shape[:-1]), kept_dtype(x.dtype)
     logit = None
     if labels is not None:
         dtype_of_loss = compute_dtype(x, operands.target)
@@ -114,7 +114,7 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
 def of_no_rows(hidden: Tensor, labels: Tensor | None) -> Begun:
     """Of a loss that has no chunk of rows to begin with."""
     none = hidden.new_empty((2, 0), dtype=accumulator(hidden))
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = kept_dtype(hidden.dtype)
     return Begun(torch.Size([0]), dtype, none, None if labels is None else none[0])
 
 
@@ -149,7 +149,7 @@ def _of_kernel(problem: Problem, x: Tensor) -> Tensor:
 
 
 def _in_operators(problem: Problem, x: Tensor) -> Tensor:
-    """The same of pieces that ranks have, and for what follows operators."""
+    """Figures of a row by torch's operators: for pieces that ranks have, and for what follows operators."""
     side, group = problem.input, problem.shard.group
     values = capped(x.to(accumulator(x)), side.softcap) * inverse_temperature(side, x.dtype == torch.float64)
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)

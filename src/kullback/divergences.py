@@ -5,7 +5,7 @@ derivatives in log p and log q. These stay finite where derivatives in p and q o
 1-homogeneous in (p, q), so the two partials sum to the term (Euler); a test holds each function to it.
 
 `pair.centred` says that both rows are normalised (logits). Then c·(p - q), which sums to zero, may be
-taken off each term: with c = f'(1) every term is >= 0 and an error in a normaliser enters squared
+taken off each term. With c = f'(1) every term is >= 0 and an error in a normaliser enters squared
 (docs/mathematics.md). Otherwise the sum is the definition as written, normalised or not.
 """
 

@@ -207,7 +207,7 @@ def exp_remainder(d: Value) -> Value:
 
 
 def small_exp_remainder(d: Value) -> Value:
-    """The same where |d| < 1/2 is known: no exponential."""
+    """`exp_remainder` where |d| < 1/2 is known: no exponential."""
     return _apply("small_exp_remainder", d)
 
 
@@ -217,7 +217,7 @@ def bennett(z: Value) -> Value:
 
 
 def small_bennett(z: Value) -> Value:
-    """The same where |z| < 1/3 is known: no logarithm."""
+    """`bennett` where |z| < 1/3 is known: no logarithm."""
     return _apply("small_bennett", z)
 
 

@@ -1,4 +1,4 @@
-"""User functions: contracts and argument order. Each checks its arguments once, then calls one driver."""
+"""User functions: contracts and argument order. Each checks its arguments, then calls one driver."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def kl_div(
 ) -> Tensor:
     """Drop-in for `torch.nn.functional.kl_div`: Σ target · (log target - input), in nats.
 
-    Same argument order, reductions, broadcasting, dtypes and results, for normalised and unnormalised
-    input alike, except that 0 · log 0 is 0 in value and gradients where torch has NaN.
+    Same reductions, broadcasting, dtypes and results, for normalised and unnormalised input alike, except that
+    0 · log 0 is 0 in value and gradients where torch has NaN. torch's deprecated `size_average` and `reduce` are not
+    taken, so that `reduction` is the third argument.
     `form="probs"` takes probabilities: `kl_div(p, t, form="probs") == F.kl_div(torch.log(p), t)`.
 
     Args:
@@ -101,7 +102,7 @@ def kl_div(
     operands = Operands(input, target)
     # 1 / count as a number would be traced for this size alone.
     if reduction != "sum" and (torch.compiler.is_compiling() or not isinstance(count, int)):
-        return (driver.total(problem, operands, 1.0, torch.promote_types(dtype, torch.float32)) / count).to(dtype)
+        return (driver.total(problem, operands, 1.0, kept_dtype(dtype)) / count).to(dtype)
     scale = 1 / count if count else math.nan  # of nothing the mean is NaN, as torch has it
     return driver.total(problem, operands, scale, dtype)
 
@@ -154,7 +155,7 @@ def divergence(
     0 · log 0 is 0 in value and gradients; p > 0 where q = 0 makes kl +inf; NaN stays in its row.
 
     With `labels` a row's loss is, in the same pass over it,
-    divergence_weight · D + label_weight · (-log q of its label) + z_weight · lse², where lse is the log-sum-exp of its
+    divergence_weight · D + label_weight · (-log q of its label) + z_weight · lse². Here lse is the log-sum-exp of its
     logits as they count: scaled, capped and over the temperature.
 
     Args:
@@ -365,8 +366,7 @@ def _labels_alone(
 ) -> Tensor:
     """The labels, when all that is said of them is checked."""
     checks.check_tensor("input", input)
-    if input.dim() == 0:
-        raise ValueError("input must have the shape [..., vocab]; got []")
+    checks.check_rows(input)
     if labels is None:
         raise ValueError("target or labels must be given; got neither, or a divergence_weight of 0")
     checks.check_name("form", form, FORMS)
@@ -784,7 +784,7 @@ def _localised(models: Models, valid_vocab: int | None, group: ProcessGroup | No
 
 
 def _checked(models: Models, target_form: str | None, tail: str) -> Models:
-    """The same, each tensor checked and cast as autocast casts it."""
+    """Each tensor checked, and cast as autocast casts it."""
     input = models.hidden
     hidden, weight, bias = checks.projection("input", input, "weight", models.weight, "bias", models.bias)
     given = models.target, models.target_weight, models.target_bias, target_form, models.ids, tail
@@ -891,10 +891,11 @@ def row_statistics(
     backends.begin()
     checks.check_tensor("input", input)
     checks.check_memory(input=input, target=target, labels=labels)
-    if target is not None:
+    if target is None:
+        checks.check_rows(input)
+    else:
         checks.check_pair(input, target)
-    other = input if target is None else target
-    vocab = checks.valid_vocab(valid_vocab, input, other)
+    vocab = checks.valid_vocab(valid_vocab, input, input if target is None else target)
     problem = checks.problem(
         {},
         "kl",
@@ -914,7 +915,7 @@ def row_statistics(
     given = checks.labels_of(labels, input, tokens)
     sides = [problem.narrow(as_rows(t)) for t in (input, target) if t is not None]
     is_double = [side.dtype == torch.float64 for side in sides]
-    copies = any(is_double) > all(is_double) or "probs" in (problem.input.form, problem.target.form)
+    copies = (any(is_double) and not all(is_double)) or "probs" in (problem.input.form, problem.target.form)
     values_of = lambda rows: [side[rows] for side in sides]
     return statistics.of_rows(problem, values_of, input.shape[:-1], tokens, given, target is not None, copies)
 

@@ -1,7 +1,7 @@
 """torch.library operators, once for all divergences: schemas, implementations, fakes and vmap rules. No autograd.
 
 An operator takes the fields of `Operands` (work.py) as its tensors, and a problem as its key and its scalars
-(problem.py): as numbers, or in a tensor where they are a compiler's symbols. Arity is fixed: a gradient that is not
+(problem.py). These are numbers, or a tensor where they are a compiler's symbols. Arity is fixed: a gradient that is not
 wanted is an empty tensor.
 """
 
@@ -59,7 +59,7 @@ def as_arguments(scalars: tuple[float, ...]) -> tuple[Scalars, Tensor | None]:
 
 
 def as_numbers(scalars: Scalars, symbols: Tensor | None) -> tuple[float, ...]:
-    """The same back, inside of an operator."""
+    """The scalars again, inside of an operator."""
     return tuple(scalars if symbols is None else symbols.tolist())
 
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kullback import backends, collecting, parallel, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, widened
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
-from kullback.problem import Problem, accumulator, decode
+from kullback.problem import Problem, accumulator, decode, kept_dtype
 from kullback.state import packed, state_fields
 from kullback.tracing import distinct, is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, in_memory, weighted
@@ -148,12 +148,12 @@ class ModelRows:
             new = torch.empty_like if hidden.size(0) else torch.zeros_like
             self.d_weight = new(weight, dtype=self.sum_dtype, memory_format=torch.contiguous_format)
         if wants[2]:
-            self.d_bias = hidden.new_zeros(vocab, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            self.d_bias = hidden.new_zeros(vocab, dtype=kept_dtype(hidden.dtype))
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of the head's gradient while products are added to it."""
-        wide = torch.promote_types(self.hidden.dtype, torch.float32)
+        wide = kept_dtype(self.hidden.dtype)
         return self.hidden.dtype if self.kept >= self.hidden.size(0) else wide
 
     def values(self, rows: slice) -> Tensor:
@@ -253,7 +253,7 @@ def _buffer(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def logits_dtype(hidden: Tensor, widens: bool) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32) if widens else hidden.dtype
+    return kept_dtype(hidden.dtype) if widens else hidden.dtype
 
 
 class Chunks:

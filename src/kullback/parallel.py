@@ -73,7 +73,7 @@ def shard(group: dist.ProcessGroup) -> Shard:
 def slice_of(
     group: dist.ProcessGroup | None, width: int, first_token: int | None, total_vocab: int | None
 ) -> tuple[Shard, int]:
-    """The same where more has to be known: which tokens are here, and how many all ranks have together.
+    """As `shard`, with which tokens are here, and how many all ranks have together.
 
     What is not said the ranks tell each other, and the host waits for it.
     """

@@ -264,12 +264,12 @@ def accumulator(tensor: Tensor) -> torch.dtype:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the few numbers of a row that are gathered from it."""
+    """Of results and of the few numbers that are gathered from a row: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def gathered_dtype(problem: Problem, tensor: Tensor) -> torch.dtype:
-    """The same of a row that ranks share: as logits, which have no common reference there, they need more digits."""
+    """`kept_dtype`, or of a row that ranks share more: its logits have no common reference, and need more digits."""
     return accumulator(tensor) if problem.shard.group else kept_dtype(tensor.dtype)
 
 

@@ -94,7 +94,7 @@ def packed(rows: int, count: int, like: Tensor) -> Tensor:
 
 
 def fill(states: Tensor, **numbers: float) -> None:
-    """The same packed state for all rows: these fields, and 0 in all others."""
+    """One packed state for all rows: these fields, and 0 in all others."""
     states.zero_()
     for name, number in numbers.items():
         states[RowState._fields.index(name)] = number
@@ -147,7 +147,7 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
 
 
 def _merge_tilted(problem: Problem, each: RowStats, input_lse: Tensor, target_lse: Tensor) -> RowStats:
-    """The same of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
+    """`merge_stats` of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
     a = problem.parameter
     masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
     lacks = (masses.p == 0) | (masses.q == 0)

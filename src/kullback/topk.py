@@ -2,7 +2,7 @@
 
 The student's row is gathered at these tokens. All its other tokens make one more outcome, the tail. A divergence of
 these k + 1 numbers is a small problem like another. Gathering reads the row once, and the gradient is scattered back
-in one pass. A row of logits gives k logits and the log-sum-exp of the others: the softmax of the k + 1 is that of the
+in one pass. A row of logits gives k logits and the log-sum-exp of the others. The softmax of the k + 1 is that of the
 row with its other tokens in one. A smoothed label wants the mean of all logits, which is gathered behind the tail.
 """
 
@@ -146,7 +146,7 @@ def _run_on_gathered(work: Rows, ids: Tensor, gathered: Tensor, negligible: floa
 
 
 def _run_auxiliary(work: Rows, ids: Tensor, negligible: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same of losses that are more than divergences: the ids, labels too; what was gathered there; its gradient."""
+    """Losses that are more than divergences: the ids, with labels; what was gathered there; and its gradient."""
     problem, x, k = work.problem, work.input, ids.size(-1)
     has_tail = work.target.size(-1) > k
     rows = labelled_rows(problem, x, ids, work.target if has_tail else None, work.row_weight, work.labels, negligible)
@@ -395,7 +395,7 @@ def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands
 
 
 def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tuple[Problem, Operands]:
-    """The same of what was gathered, with a tail where the target has one or is all that is summed."""
+    """The problem and its operands, of what was gathered: with a tail where the target has one, or is all there is."""
     form, target = teacher.problem.input.form, operands.target
     row_weight = operands.row_weight
     if is_of_support(teacher.problem, teacher.has_tail):

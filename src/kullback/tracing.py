@@ -44,7 +44,7 @@ def is_traced(*tensors: Tensor) -> bool:
 
 
 def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The same tensors; while a compiler traces, none of them twice: a Function that it traces takes none so."""
+    """These tensors; while a compiler traces, none of them twice, since a Function that it traces takes none so."""
     if not torch.compiler.is_compiling():
         return list(tensors)
     found: list[Tensor | None] = []
@@ -61,7 +61,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def untraced(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """The same, which compilers leave to Python: their graph ends before it, and another begins behind."""
+    """The function, left to Python by compilers: their graph ends before it, and another begins behind."""
 
     @functools.wraps(function)
     def call(*arguments: Given.args, **options: Given.kwargs) -> Found:

@@ -41,7 +41,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def hint(argument: str, name: str, known: Collection[str]) -> str:
-    """The same of an argument's value, by what it is called elsewhere too."""
+    """What an argument's value that is not known may have meant, or nothing: by what it is called elsewhere, too."""
     if argument == "reduction" and name in REDUCTIONS:
         return f"; {REDUCTIONS[name]}"
     if argument != "kind":

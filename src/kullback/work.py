@@ -115,7 +115,7 @@ class Rows(NamedTuple):
         """As backends take them: several, where a large tensor such as logits[:, :-1] has no view as rows."""
         if self._is_plain():
             return [self]
-        parts = [part._as_rows() for part in self._slabs()]
+        parts = [part._as_rows() for part in self._parts()]
         if len(parts) == 1:
             return parts
         first = 0
@@ -151,18 +151,18 @@ class Rows(NamedTuple):
         if self.figures is not None:
             torch.cat([part.figures for part in parts if part.figures is not None], -1, out=self.figures)
 
-    def _slabs(self) -> list[Rows]:
+    def _parts(self) -> list[Rows]:
         x, y = self.input, self.target
         if not _is_large(x) or x.stride(-1) != 1 or y.stride(-1) != 1 or (_has_one_step(x) and _has_one_step(y)):
             return [self]
         of_rows = [None if t is None else t.expand(x.shape[:-1]) for t in self.operands.of_rows]
-        slabs = []
+        parts = []
         for i in range(x.size(0)):
             others = (None if t is None else t[i] for t in of_rows)
             d_x, d_y = (None if t is None else t[i] for t in (self.d_input, self.d_target))
-            slab = self._replace(operands=Operands(x[i], y[i], *others), d_input=d_x, d_target=d_y)
-            slabs += slab._slabs()
-        return slabs
+            part = self._replace(operands=Operands(x[i], y[i], *others), d_input=d_x, d_target=d_y)
+            parts += part._parts()
+        return parts
 
     def _as_rows(self) -> Rows:
         narrow = self.problem.narrow
@@ -172,12 +172,12 @@ class Rows(NamedTuple):
         return self._replace(operands=Operands(x, y, *of_rows), d_input=d_x, d_target=d_y)
 
 
-SLAB_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
+PART_BYTES = 1 << 24  # of a tensor that copying costs more than a launch does
 
 
 def _is_large(tensor: Tensor) -> bool:
     """Whether parts of it are worth a launch each."""
-    return tensor.dim() > 2 and tensor.numel() * tensor.itemsize >= SLAB_BYTES * max(tensor.size(0), 1)
+    return tensor.dim() > 2 and tensor.numel() * tensor.itemsize >= PART_BYTES * max(tensor.size(0), 1)
 
 
 def has_view_as_rows(tensor: Tensor) -> bool:

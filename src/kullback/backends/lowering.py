@@ -33,7 +33,7 @@ def lowered(kind: str, form: str, target_form: str) -> Mapping[str, Value]:
 
 
 def near_element(kind: str) -> Mapping[str, Value]:
-    """The same of an element of logits in a row that is near.
+    """`lowered` for an element of logits in a row that is near.
 
     Its log-ratio is small, and nothing is chosen by its size. By the ratio and one mass the difference of masses is
     found, so that what that mass is off by is a factor of both. Where `has_sum_in_masses`, masses are to be multiplied
@@ -58,7 +58,7 @@ def _near_element(kind: str) -> Mapping[str, Value]:
     return {name: lower(value) for name, value in formula(kind, "logits", "logits").element.items()}
 
 
-WITH_CORNER = next(filter(has_corner, DESCRIBED))  # the only one
+(WITH_CORNER,) = filter(has_corner, DESCRIBED)
 
 
 @functools.cache

@@ -138,7 +138,7 @@ def print_near_terms() -> str:
     """Terms of elements whose log-ratio r is below NEAR_RADIUS, as polynomials of r over √(p·q).
 
     `NearSums near_sums(r, root)` are of an element what terms are made of: √(p·q)·r^k times polynomials of r², of even
-    powers and of odd ones. What differs by a factor alone is one: kinds of which one is the other with p and q
+    powers and of odd ones. What differs by a factor alone is one. Kinds of which one is the other with p and q
     exchanged share them, and |p - q| is the size of q - p. `Terms near_terms(sums)` are those of their sums.
     """
     parts: list[tuple[float, ...]] = []

@@ -141,9 +141,9 @@ def between(at: Tensor, nodes: Iterable[float]) -> Tensor:
 def made(student: str, rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """Logits at any vocabulary whose statistics are the real rows'.
 
-    A teacher's row: the probability of its top token is the real rows' at a quantile of its own; the others share
-    the rest as they do in real rows of that quantile, by the logarithm of their rank over that of the vocabulary. Which
-    token has which rank is random. A student's row: the teacher's and normal noise, whose size is log-normal over rows,
+    A teacher's row: the probability of its top token is the real rows' at a quantile of its own. The others share the
+    rest as they do in real rows of that quantile, by log(rank) / log(vocabulary). Which token
+    has which rank is random. A student's row: the teacher's and normal noise, whose size is log-normal over rows. It is
     fitted so that the median of kl and its spread are the real student's.
     """
     if student not in SPREAD:

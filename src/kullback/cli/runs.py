@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kullback.problem import IGNORED
+from kullback.problem import IGNORED, kept_dtype
 
 FORMAT = "kullback-run/1"
 HEADER, TOKENS, HEAD, TOKENIZER = "run.json", "tokens.safetensors", "head.safetensors", "tokenizer.json"
@@ -59,7 +59,7 @@ class StoredRows:
         return self._filled(torch.empty(max(0, stop - start), self.columns, dtype=self.dtype), start)
 
     def passing(self, start: int, stop: int) -> Tensor:
-        """The same, in memory that the next such call takes: what each asks for anew leaves gaps in the heap."""
+        """Some rows, in memory that the next such call takes: what each asks for anew leaves gaps in the heap."""
         count = max(0, stop - start)
         if len(self._space) < count:
             self._space = torch.empty(count, self.columns, dtype=self.dtype)
@@ -262,7 +262,7 @@ class Head:
 
     def logits(self, hidden: Tensor, vocab: int, device: torch.device) -> Tensor:
         if self._ready is None or self._ready[:2] != (vocab, device):
-            dtype = torch.promote_types(self.weight.dtype, torch.float32)
+            dtype = kept_dtype(self.weight.dtype)
             weight = self.weight[:vocab].to(device, dtype)
             bias = None if self.bias is None else self.bias[:vocab].to(device, dtype)
             self._ready = vocab, device, weight, bias

@@ -25,7 +25,7 @@ class Table(NamedTuple):
     fixed: int = 0  # the first columns, which say what a row is; 0: columns belong together
 
     def within(self, width: int) -> Iterator[Table]:
-        """The same in tables of so many characters if it can be, each of some of the columns behind the first."""
+        """This table in ones of so many characters if it can be, each of some of the columns behind the first."""
         if not self.fixed:
             yield self
             return

@@ -10,9 +10,9 @@ ENDS: dict[float, tuple[str, dict[str, Any]]] = {0.0: ("kl", {}), 1.0: ("reverse
 def kind_of(beta: float) -> tuple[str, dict[str, Any]]:
     """A kind and its parameter: 0 is kl, 1 is reverse_kl, and what lies between is jensen_shannon of that beta.
 
-    Agarwal et al., On-Policy Distillation of Language Models (arXiv 2306.13649), section 2: beta · KL(p ‖ m) + (1 -
-    beta) · KL(q ‖ m), where m = beta · p + (1 - beta) · q, of the teacher's p and the student's q. Of it the ends would
-    be 0, so that libraries take the divergences that it tends to over beta (1 - beta).
+    The divergence is beta · KL(p ‖ m) + (1 - beta) · KL(q ‖ m) of the teacher's p and the student's q. m is
+    beta · p + (1 - beta) · q. At its ends it would be 0, so that libraries take what it tends to over beta (1 - beta).
+    Source: Agarwal et al., On-Policy Distillation of Language Models, arXiv 2306.13649, section 2.
 
     >>> from kullback.integrations.beta import kind_of
     >>> kind_of(0), kind_of(0.3)

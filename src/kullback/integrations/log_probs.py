@@ -27,8 +27,8 @@ def slices_of(logits: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]
 def log_probs_at(logits: Tensor, ids: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """log softmax(logits) at the ids, of rows that are read once and never copied.
 
-    The most likely of the ids is a teacher of one token: kl from it is -log q of that token, and the others' differ
-    from it by what their logits do.
+    The most likely of the ids is a teacher of one token: kl from it is -log q of that token. The others' differ from
+    it by what their logits do.
 
     Args:
         logits: `[..., vocab]`, floating point; with a group the rank's slice, of equal width on all ranks.

@@ -32,8 +32,8 @@ def patched() -> Iterator[None]:
     | `SDPOTrainer`, `SDFTTrainer` | `compute_divergence`, `compute_full_logit_self_distillation_loss` | `divergence` |
     | the same | `compute_topk_self_distillation_loss` | `topk_divergence` |
 
-    Losses, gradients and the entropy that is logged are TRL's own, and so is the meaning of beta or alpha: 0 is kl, 1
-    is reverse_kl, and what lies between is jensen_shannon of that beta. DDP, FSDP and accelerate need nothing else:
+    Losses, gradients and the entropy that is logged are TRL's own. So is the meaning of beta or alpha: 0 is kl, 1 is
+    reverse_kl, and what lies between is jensen_shannon of that beta. DDP, FSDP and accelerate need nothing else:
     trainers call their losses as before. FSDP2's and ZeRO-3's heads are gathered here, as in TRL's function.
 
     All but `DistillationTrainer` are experimental. One that TRL lacks, or that cannot be imported, is left alone. What

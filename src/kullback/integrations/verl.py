@@ -165,8 +165,8 @@ def topk_losses(
     Raises:
         TypeError, ValueError: of `kullback.topk_divergence`.
 
-    What differs from verl: log-probabilities of 16-bit logits are not rounded to 16 bits; entries of one id are summed;
-    figures have no gradient; and with Megatron verl's `student_mass` is of what is clamped.
+    What differs from verl: log-probabilities of 16-bit logits are not rounded to 16 bits. Entries of one id are summed.
+    Figures have no gradient. With Megatron verl's `student_mass` is of what is clamped.
 
     >>> import torch
     >>> from kullback.integrations.verl import topk_losses

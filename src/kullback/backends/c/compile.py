@@ -34,7 +34,7 @@ FLAGS = [
 ]
 
 
-COMPILE_SECONDS = 300.0  # the slowest kernel takes two
+COMPILE_SECONDS = 300.0  # the slowest kernel takes a few
 PROBE_SECONDS = 30.0
 NO_COMPILER = "no C compiler found (looked for $CC, cc, gcc, clang)"
 

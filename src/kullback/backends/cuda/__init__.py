@@ -40,7 +40,7 @@ def has_labels_alone(rows: torch.Tensor) -> bool:
 
 
 def why_not_here(work: Work) -> str | None:
-    """The same of tensors on a device that can run kernels."""
+    """Why no kernel can do the work, or None, on a device that can run kernels."""
     if isinstance(work, Rows):
         return logits.why_not(work) if work.problem.has_logits else None
     if isinstance(work, Scale):

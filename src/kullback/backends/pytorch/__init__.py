@@ -62,9 +62,9 @@ def _labels(work: Labels) -> None:
 def _keep_freed_memory() -> None:
     """Let the next chunk use the memory of this one's temporaries.
 
-    glibc returns the free end of its heap to the system when it exceeds a threshold: twice the largest block, of 32 MB
-    at most, that it has mapped and freed. Each chunk would then fault pages in again (measured: up to 4 x the time).
-    Freeing one block of nearly that size raises the threshold.
+    glibc returns the free end of its heap to the system when it exceeds a threshold. That is twice the largest block,
+    of 32 MB at most, that it has mapped and freed. Each chunk would fault pages in again: up to 4 x the time. Freeing
+    one block of nearly that size raises the threshold.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 

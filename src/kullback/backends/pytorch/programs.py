@@ -196,7 +196,7 @@ def adds_partials(kind: str, parameter: float, way: Way) -> bool:
 
 
 def least_far_sum(problem: Problem) -> float:
-    """The same where log-ratios are rounded. Where these, or signs, are summed, what masses are off by shows."""
+    """`least_fast_sum` where log-ratios are rounded: where these, or signs, are summed, errors of masses show."""
     shows = traits(problem.kind).is_sum_of_partials or has_corner(problem.kind)
     return max(least_fast_sum(problem), 0.1 if shows else 0.02)
 

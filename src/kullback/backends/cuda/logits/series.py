@@ -1,7 +1,7 @@
 """Divergences near p = q: power series in the log-ratio, from which kernels sum rows that are close.
 
-With r = log(p/q) an element's term is √(p·q) · (c₂·r² + c₃·r³ + ...), and so are its derivatives: √(p·q) and the powers
-of r serve every kind that is smooth at p = q.
+With r = log(p/q) an element's term is √(p·q) · (c₂·r² + c₃·r³ + ...), and its derivatives are such series, too.
+√(p·q) and the powers of r serve every kind that is smooth at p = q.
 """
 
 from __future__ import annotations
