@@ -62,6 +62,13 @@ def test_the_loss_is_theirs(dtype, ghost):
     assert torch.equal(student, before)
 
 
+def test_ids_are_integers():
+    student, values, ids = made()
+    for dtype in (torch.float16, torch.bool):
+        with pytest.raises(TypeError, match=f"teacher_topk_indices must be of an integer dtype; got {dtype}"):
+            topk_kl_div(student, values, ids.to(dtype), 1, 0, None)
+
+
 def test_stored_float16_entries():
     """They are read as the numbers they are."""
     student, values, ids = made()

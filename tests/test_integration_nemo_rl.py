@@ -100,6 +100,13 @@ def test_what_it_does_not_know():
         distillation_loss(student, data, None, 1.0, kl_type="both")
     with pytest.raises(ValueError, match="mixed_kl_weight must lie from 0 to 1"):
         distillation_loss(student, data, None, 1.0, mixed_kl_weight=2.0)
+    ids = data["teacher_topk_indices"]
+    for kl_type in ("forward", "reverse"):
+        with pytest.raises(TypeError, match="teacher_topk_indices must be of an integer dtype"):
+            distillation_loss(student, data | {"teacher_topk_indices": ids.half()}, None, 1.0, kl_type=kl_type)
+        wrong = data | {"teacher_topk_indices": torch.where(ids == ids[0, 3, 0], VOCAB, ids)}
+        with pytest.raises(ValueError, match=f"_indices must lie from 0 to {VOCAB - 1}.*; got {VOCAB}"):
+            distillation_loss(student, wrong, None, 1.0, kl_type=kl_type, zero_outside_topk=True)
 
 
 def of_same_vocabulary(reverse):

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import kullback
-from kullback.integrations.transformers import distil
+from kullback.integrations.transformers import distil, head_of
 from tests import oracle
 from tests.tolerances import relative_error
 
@@ -274,13 +274,15 @@ def test_what_would_be_ignored_is_refused():
 
     teacher, given = model("Llama", 1), batch()
     student = get_peft_model(model("Llama", 0), LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head"]))
-    with distil(student, teacher), pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(ValueError, match="dropout"):
+        distil(student.train(), teacher)
+    with distil(student.eval(), teacher), pytest.raises(ValueError, match="dropout"):
         student.train()(**given)
     student = get_peft_model(model("Llama", 0), LoraConfig(r=4, use_dora=True, target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="DoRA"):
         distil(student, teacher)
     student = model("Llama", 0)
-    student.lm_head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    student.lm_head.register_forward_hook(lambda module, inputs, output: 1.015 * output)
     with pytest.raises(ValueError, match="student's logits are not those of its head: they differ by"):
         distil(student, teacher)
     student = model("Llama", 0)
@@ -290,8 +292,142 @@ def test_what_would_be_ignored_is_refused():
         distil(torch.nn.Linear(2, 2), teacher)
     with pytest.raises(ValueError, match="did you mean"):
         distil(student, teacher, "jensen_shanon")
-    with pytest.raises(ValueError, match="a teacher's head makes logits; got target_form='probs'"):
-        distil(student, teacher, target_form="probs")
+    for options, why in (
+        ({"target_form": "probs"}, "a teacher's head makes logits; got 'probs'"),
+        ({"tail": "zero"}, "a teacher's head makes logits"),
+        ({"softcap": 3.0}, r"it is read from the models' configurations; got 3\.0"),
+        ({"target_logit_scale": 3.0}, "it is read from the models' configurations"),
+        ({"total_vocab": 8}, "each process has whole heads and rows"),
+        ({"valid_vocab": 999}, "valid_vocab must be from 1 to 211"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            distil(student, teacher, **options)
+    with pytest.raises(ValueError, match="must have the same vocabulary"):
+        distil(student, model("Llama", 1, vocab_size=300))
+    assert "forward" not in vars(student)
+
+
+def test_a_student_is_not_its_own_teacher():
+    from peft import LoraConfig, get_peft_model
+
+    base = model("Llama", 0)
+    student = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))  # in place
+    with pytest.raises(ValueError, match=r"student and teacher are one model.*PEFT adapts a model in place"):
+        distil(student, base)
+
+
+def test_labels_that_a_model_does_not_shift_are_refused():
+    from transformers import BartConfig, BartForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    }
+    student = BartForCausalLM(BartConfig(**sizes, is_decoder=True, is_encoder_decoder=False))
+    with pytest.raises(ValueError, match="BartForCausalLM takes labels that are shifted already"):
+        distil(student, model("Llama", 1))
+
+
+def test_a_loss_of_more_than_labels_is_refused_where_it_counts():
+    student, teacher, own = model("Llama", 0), model("Llama", 1), type(model("Llama", 0)).forward
+
+    class WithZLoss(type(student)):
+        def forward(self, *positional, **given):
+            said = own(self, *positional, **given)
+            return said if said.loss is None else type(said)(loss=said.loss + 0.5, logits=said.logits)
+
+    student.__class__ = WithZLoss
+    with pytest.raises(ValueError, match="label_weight counts the student's own loss, and WithZLoss's is more than"):
+        distil(student, teacher, label_weight=0.5)
+    distil(student, teacher).undo()
+
+
+def test_accelerates_mixed_precision():
+    """Prepared within, its wrapper stays around what is distilled; unwrapped, the student is distilled still."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    seen = []
+    student.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, x, out: seen.append(out.dtype))
+    expected = textbook(student, teacher, given)
+    with distil(student, teacher) as distillation:
+        prepared = accelerator.prepare(student).train()
+        assert prepared(**given).loss.item() == pytest.approx(expected.item(), rel=0.02)
+        assert seen.pop() == torch.bfloat16
+    assert distillation.is_over
+    own = prepared(**given)
+    assert own.logits is not None  # the student's own forward, in mixed precision as before
+    assert seen.pop() == torch.bfloat16
+    with pytest.raises(ValueError, match=r"accelerate.*keep_fp32_wrapper=False"):
+        distil(prepared, teacher)
+    with distil(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), teacher):
+        assert student(**given).loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    student = model("Llama", 0)
+    with distil(student, teacher):
+        prepared = accelerator.prepare(student).train()
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)  # as one does to save it
+        assert student(**given).loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_accelerates_hooks():
+    """As a `device_map` gives them: the student's own, of which there is nothing to be moved, and its parts'."""
+    from accelerate import dispatch_model
+
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    expected = textbook(student, teacher, given)
+    hooked = dispatch_model(student, {"": "cpu"}, force_hooks=True)
+    before = hooked.forward
+    with distil(hooked, teacher):
+        assert hooked.train()(**given).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert hooked.eval()(**given).logits is not None
+    assert hooked.forward is before
+
+
+def test_copies_of_data_parallel_are_refused():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with pytest.raises(TypeError, match=r"student is in an nn\.DataParallel"):
+        distil(torch.nn.DataParallel(student), teacher)
+    with distil(student, teacher):
+        student.train()
+        with pytest.raises(
+            ValueError, match=r"num_items_in_batch must be a number or 0-d; got shape \[2\].*DataParallel"
+        ):
+            student(**given, num_items_in_batch=torch.tensor([9, 9]))
+        with pytest.raises(ValueError, match=r"input_ids are on meta, and the student is on cpu.*DataParallel"):
+            student(**{name: value.to("meta") for name, value in given.items()})
+
+
+def test_what_changes_the_models_own_loss_is_refused():
+    student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
+    with distil(student, teacher):
+        student.train()
+        with pytest.raises(ValueError, match="labels that do not count are -100; got ignore_index=0"):
+            student(**given, ignore_index=0)
+        with pytest.raises(ValueError, match="got logits_to_keep"):
+            student(**given, logits_to_keep=5)
+        with pytest.raises(ValueError, match="num_items_in_batch must be positive; got 0"):
+            student(**given, num_items_in_batch=0)
+        with pytest.raises(
+            ValueError, match=r"labels must be as many as tokens, \[3, 16\] once shifted; got \[3, 14\]"
+        ):
+            student(**{**given, "labels": given["labels"][:, :15]})
+
+
+def test_weights_in_pieces_are_refused():
+    student = model("Llama", 0)
+    for parameter in student.parameters():  # as DeepSpeed's zero.Init leaves them
+        parameter.ds_id, parameter.data = 0, parameter.data.new_empty(0)
+    with pytest.raises(ValueError, match="student is kept in pieces by DeepSpeed"):
+        distil(student, model("Llama", 1))
+    student = model("Llama", 0)
+    student.lm_head.weight = torch.nn.Parameter(student.lm_head.weight.to("meta"))
+    with pytest.raises(ValueError, match="on no device"):
+        head_of(student)
 
 
 def test_trainer(tmp_path):
@@ -482,7 +618,7 @@ def test_adapters_of_the_head_that_are_no_weight_are_refused():
     with pytest.raises(ValueError, match="which is not counted: set lora_bias to False"):
         distil(biased, teacher)
     scaled = get_peft_model(model("Llama", 0), IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
-    with pytest.raises(ValueError, match="of adapters it may have a LoRA alone"):
+    with pytest.raises(ValueError, match="peft.tuners.ia3.layer.Linear: it may have a LoRA alone"):
         distil(scaled, teacher)
     tokens = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
     tied = get_peft_model(model("Qwen2", 0), tokens)

@@ -447,8 +447,21 @@ def test_gkd_of_no_tokens_and_of_elements():
     assert ours.generalized_jsd_loss(student, teacher, nothing) == 0
     with pytest.raises(ValueError, match="losses of elements are not found here"):
         ours.generalized_jsd_loss(student, teacher, reduction="none")
-    with pytest.raises(ValueError, match="beta"):
+    with pytest.raises(ValueError, match=r"beta must lie from 0 to 1; got 1\.5"):
         ours.generalized_jsd_loss(student, teacher, beta=1.5)
+    with pytest.raises(ValueError, match=r"labels must have the shape \[2, 7\] of student_logits; got \[2, 6\]"):
+        ours.generalized_jsd_loss(student, teacher, nothing[:, 1:])
+
+
+def test_self_distillation_names_its_own_arguments():
+    student, teacher = logits()
+    with pytest.raises(ValueError, match=r"^alpha must lie from 0 to 1; got 2\.0"):
+        ours.compute_divergence(student.log_softmax(-1), teacher.log_softmax(-1), 2.0)
+    with pytest.raises(ValueError, match="distillation_alpha must lie from 0 to 1; got -1"):
+        ours.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=-1)
+    call = {"distillation_alpha": 0.5, "distillation_add_tail": True}
+    with pytest.raises(ValueError, match="distillation_topk must lie from 1 to"):
+        ours.compute_topk_self_distillation_loss(student, teacher, distillation_topk=0, **call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

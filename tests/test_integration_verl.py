@@ -243,3 +243,21 @@ def check_ranks(ranks: Ranks):
 @pytest.mark.filterwarnings("ignore:target_values holds log-probabilities")
 def test_ranks_that_share_the_vocabulary(tmp_path):
     spawn(check_ranks, 2, tmp_path)
+
+
+def test_what_it_does_not_know():
+    student, log_p, ids = made()
+    log_p, ids = log_p.values()[None], ids.values()[None]
+    for options, why in (
+        ({"kind": "jensen_shannon"}, "kind must be one of kl, reverse_kl; got 'jensen_shannon'"),
+        ({"log_prob_min_clamp": 2.0}, r"log_prob_min_clamp must be at most 0, or None; got 2\.0"),
+        ({"log_prob_min_clamp": float("nan")}, "log_prob_min_clamp must be at most 0, or None; got nan"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            verl.topk_losses(student, log_p, ids, **options)
+    for dtype in (torch.bfloat16, torch.bool):
+        with pytest.raises(TypeError, match=f"ids must be of an integer dtype; got {dtype}"):
+            verl.topk_losses(student, log_p, ids.to(dtype))
+    for wrong in (-1, VOCAB):
+        with pytest.raises(ValueError, match=f"ids must lie from 0 to {VOCAB - 1}; got {wrong}"):
+            verl.topk_losses(student, log_p, torch.full_like(ids, wrong))

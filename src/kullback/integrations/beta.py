@@ -7,7 +7,7 @@ from typing import Any
 ENDS: dict[float, tuple[str, dict[str, Any]]] = {0.0: ("kl", {}), 1.0: ("reverse_kl", {})}
 
 
-def kind_of(beta: float) -> tuple[str, dict[str, Any]]:
+def kind_of(beta: float, name: str = "beta") -> tuple[str, dict[str, Any]]:
     """A kind and its parameter: 0 is kl, 1 is reverse_kl, and what lies between is jensen_shannon of that beta.
 
     The divergence is beta · KL(p ‖ m) + (1 - beta) · KL(q ‖ m) of the teacher's p and the student's q. m is
@@ -18,4 +18,6 @@ def kind_of(beta: float) -> tuple[str, dict[str, Any]]:
     >>> kind_of(0), kind_of(0.3)
     (('kl', {}), ('jensen_shannon', {'beta': 0.3}))
     """
+    if not 0 <= beta <= 1:
+        raise ValueError(f"{name} must lie from 0 to 1; got {beta}")
     return ENDS.get(beta, ("jensen_shannon", {"beta": beta}))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
+from kullback.tracing import is_traced
 
 
 def slices_of(logits: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -22,6 +23,20 @@ def slices_of(logits: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]
         "first_token": dist.get_rank(group) * width,
         "total_vocab": dist.get_world_size(group) * width,
     }
+
+
+def as_int64(name: str, ids: Tensor) -> Tensor:
+    """Ids of tokens, whatever integers they are. Other numbers would be rounded to other tokens."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must be of an integer dtype; got {ids.dtype}")
+    return ids.long()
+
+
+def check_tokens(name: str, ids: Tensor, vocab: int) -> None:
+    """That int64 ids are tokens. Those on a device are not looked at, for that would wait for it."""
+    if ids.device.type == "cpu" and not is_traced(ids) and not bool(((ids >= 0) & (ids < vocab)).all()):
+        wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
+        raise ValueError(f"{name} must lie from 0 to {vocab - 1}; got {wrong}")
 
 
 def log_probs_at(logits: Tensor, ids: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -47,6 +62,7 @@ def log_probs_at(logits: Tensor, ids: Tensor, group: dist.ProcessGroup | None = 
     tensor([[-1.4938, -2.4938]])
     """
     width, slices = logits.size(-1), slices_of(logits, group)
+    check_tokens("ids", ids, slices.get("total_vocab", width))
     if group is None:
         values = logits.gather(-1, ids)
     else:

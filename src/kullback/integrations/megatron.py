@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kullback import functional
-from kullback.integrations.log_probs import slices_of
+from kullback.integrations.log_probs import as_int64, slices_of
 
 SENTINEL = -1e3  # CACHED_LOGITS_LOGPROB_SENTINEL: an entry that is none
 
@@ -58,7 +58,7 @@ def topk_kl_div(
     loss = functional.topk_divergence(
         student_logits,
         teacher_topk_logprobs.float(),
-        torch.where(teacher_topk_logprobs == SENTINEL, -1, teacher_topk_indices.long()),
+        torch.where(teacher_topk_logprobs == SENTINEL, -1, as_int64("teacher_topk_indices", teacher_topk_indices)),
         "kl",
         tail="bucket" if add_ghost_token else "support",
         reduction="none",

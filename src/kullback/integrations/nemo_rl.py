@@ -13,7 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
-from kullback.integrations.log_probs import slices_of
+from kullback.integrations.log_probs import as_int64, check_tokens, slices_of
 from kullback.sharded import is_dtensor
 
 TYPES = ("forward", "reverse", "mixed")  # of kl
@@ -82,12 +82,14 @@ def distillation_loss(
     if context_parallel_group is not None and dist.get_world_size(context_parallel_group) > 1:
         raise ValueError("sequences are shared by a context_parallel_group, which this loss does not know")
     values, ids = (data[name].to(logits.device) for name in ("teacher_topk_logits", "teacher_topk_indices"))
+    ids = as_int64("teacher_topk_indices", ids)
     row_weight, normalizer = _counted(data, logits.shape[:2], global_valid_toks)
     options: dict[str, Any] = {"row_weight": row_weight.to(logits.device), "reduction": "sum"}
     slices = slices_of(logits, vocab_parallel_group)
 
     def loss_of(kind: str, **parameter: Any) -> Tensor:
         if zero_outside_topk and kind == "reverse_kl":
+            check_tokens("teacher_topk_indices", ids, slices.get("total_vocab", logits.size(-1)))
             dense = _everywhere(values, ids, logits, slices.get("first_token", 0))
             group = vocab_parallel_group
             return functional.divergence(logits, dense, kind, target_form="log_probs", group=group, **options)

@@ -35,15 +35,31 @@ class Distillation:
 
     def __init__(self, model: nn.Module, forward: Any) -> None:
         self._model: nn.Module | None = model
+        self._former = vars(model).get("forward")  # accelerate's, with hooks
         self._forward = model.forward = forward
         self.was_used = False  # whether the student's loss has been the divergence
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was undone: then its forward, wherever another holds it, is the student's own."""
+        return self._model is None
+
+    def own_forward(self, model: nn.Module) -> Any:
+        """What the model did before."""
+        return functools.partial(type(model).forward, model) if self._former is None else self._former
+
     def undo(self) -> None:
         """Give the student its own forward back."""
-        if self._model is None:
+        model, self._model = self._model, None
+        if model is None:
             return
-        is_replaced = vars(self._model).pop("forward", self._forward) is not self._forward
-        self._model = None
+        present = vars(model).get("forward", self._forward)
+        is_replaced = present != self._forward
+        if is_replaced and vars(model).get("_original_forward") == self._forward:
+            return  # accelerate's mixed precision is around it, and stays
+        vars(model).pop("forward", None)
+        if self._former is not None:
+            model.forward = self._former
         if is_replaced and not self.was_used:
             warnings.warn(
                 "the student's forward was replaced by another's while it was distilled, as trainers of TRL do when "
@@ -71,6 +87,15 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 OF_ONE_MODEL = "which its teacher cannot share: it has embeddings and layers of its own"
 # What a cross-entropy of its own shares with the divergence.
 OPTIONS_OF_LABELS = ("valid_vocab", "reduction", "chunk_rows", "logits_dtype")
+# Options of `kullback.linear_divergence` that a pair of models says, and why
+NO_OPTIONS = {
+    **dict.fromkeys(("target_form", "tail"), "a teacher's head makes logits"),
+    **dict.fromkeys(
+        ("logit_scale", "target_logit_scale", "softcap", "target_softcap"), "it is read from the models' configurations"
+    ),
+    **dict.fromkeys(("group", "first_token", "total_vocab", "sequence_dim"), "each process has whole heads and rows"),
+}
+DATA_PARALLEL = "nn.DataParallel's copies of a student are not distilled: start a process for each GPU, by torchrun"
 # What a model's forward takes and its decoder does not.
 NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
 
@@ -116,8 +141,8 @@ def distil(
     ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
     ...         return trainer.train()
     """
-    if options.get("target_form") is not None:
-        raise ValueError(f"a teacher's head makes logits; got target_form={options['target_form']!r}")
+    for name in NO_OPTIONS.keys() & options.keys():
+        raise ValueError(f"distil has no option {name}: {NO_OPTIONS[name]}; got {options[name]!r}")
     checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
     if options.get("reduction", "mean") != "mean":
         raise ValueError(f"a model's loss is the mean of its tokens; got reduction={options['reduction']!r}")
@@ -133,17 +158,27 @@ def distil(
             f"label_weight {label_weight} and temperature {options.get('temperature', 1.0)}"
         )
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
+    if model is reference or model.get_decoder() is reference.get_decoder():
+        raise ValueError(
+            "student and teacher are one model, whose divergence from itself is 0. PEFT adapts a model in place: load "
+            "the teacher anew"
+        )
     _check_student(student, model)
     teacher.eval()
     _check_teacher(reference)
     for name, each in (("student", model), ("teacher", reference)):
         check_logits(name, each)
+    _check_own_loss(model, label_weight)
+    if not (_is_sharded(model) or _is_sharded(reference)):
+        vocabularies = (head_of(each).weight.size(0) for each in (model, reference))
+        checks.shared_vocab(options.get("valid_vocab"), *vocabularies)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     read = inspect.signature(model.get_decoder().forward).parameters
     unread = set(names) - set(TOKEN_TYPES) - set(read) - set(NOT_OF_DECODERS)
 
-    @functools.wraps(type(model).forward)  # Trainer gives a model what its signature names
     def forward(self: Model, *positional: Any, **batch: Any) -> Any:
+        if distillation.is_over:
+            return distillation.own_forward(self)(*positional, **batch)
         given = dict(zip(names, positional, strict=False))
         if len(given) < len(positional) or given.keys() & batch.keys():
             raise TypeError(
@@ -155,7 +190,7 @@ def distil(
         if not self.training or (labels is None and shifted is None):
             if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 warnings.warn(NO_LABELS, RuntimeWarning, stacklevel=2)
-            return type(self).forward(self, **batch)
+            return distillation.own_forward(self)(**batch)
         for name in ("inputs_embeds", "past_key_values"):
             if batch.get(name) is not None:
                 raise ValueError(f"the student was given {name}, {OF_ONE_MODEL}")
@@ -166,6 +201,8 @@ def distil(
                 f"the student was given {', '.join(ignored)}, of which its decoder, {decoder}, knows nothing: what is "
                 "distilled so is a model of text"
             )
+        count = batch.get("num_items_in_batch")
+        _check_batch(self, batch, count)
         inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS} | {"use_cache": False}
         hidden = hidden_states(self, inputs)
         with torch.no_grad():
@@ -173,8 +210,12 @@ def distil(
         if shifted is None and labels is not None:
             hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
         assert shifted is not None
+        if shifted.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"labels must be as many as tokens, {list(hidden.shape[:-1])} once shifted; got {list(shifted.shape)}"
+            )
         distillation.was_used = True
-        loss = divergence(hidden, head_of(self), target, head_of(reference), shifted, batch.get("num_items_in_batch"))
+        loss = divergence(hidden, head_of(self), target, head_of(reference), shifted, count)
         from transformers.modeling_outputs import CausalLMOutput
 
         return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
@@ -207,13 +248,34 @@ def distil(
             loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
         return loss
 
+    # Trainer gives a model what its signature names. No __wrapped__: accelerate would unwrap the student down to that.
+    functools.update_wrapper(forward, type(model).forward)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    vars(forward).update(__signature__=inspect.signature(type(model).forward))
     distillation = Distillation(model, types.MethodType(forward, model))
+    vars(forward).update(distillation=distillation)
     return distillation
+
+
+def _check_batch(model: Model, batch: dict[str, Any], count: Any) -> None:
+    """What would change the model's own loss, and the divergence does not know."""
+    if batch.get("ignore_index", IGNORED) not in (None, IGNORED):
+        raise ValueError(f"labels that do not count are {IGNORED}; got ignore_index={batch['ignore_index']}")
+    kept = batch.get("logits_to_keep")
+    if kept is not None and (isinstance(kept, Tensor) or kept):
+        raise ValueError("a distilled student finds the loss of all tokens; got logits_to_keep")
+    if isinstance(count, Tensor) and count.dim():
+        raise ValueError(f"num_items_in_batch must be a number or 0-d; got shape {list(count.shape)}. {DATA_PARALLEL}")
+    if not isinstance(count, Tensor) and count is not None and count <= 0:
+        raise ValueError(f"num_items_in_batch must be positive; got {count}")
+    ids, own = batch.get("input_ids"), model.get_input_embeddings().weight.device
+    if isinstance(ids, Tensor) and ids.device != own:
+        raise ValueError(f"input_ids are on {ids.device}, and the student is on {own}. {DATA_PARALLEL}")
 
 
 def _check_student(student: nn.Module, model: Model) -> None:
     """That its forward, `model`'s in its wrappers, is its own, and its loss that of tokens alone."""
-    if "forward" in vars(model):
+    if not _is_own(vars(model).get("forward"), model):
         if "_original_forward" in vars(model):
             raise ValueError(
                 "student's forward is that of accelerate, which has prepared it for mixed precision: take "
@@ -232,11 +294,21 @@ def _check_student(student: nn.Module, model: Model) -> None:
         )
 
 
+def _is_own(forward: Any, model: Model) -> bool:
+    """Whether a forward that was put into a model is its class's, or with hooks of accelerate, which its parts have."""
+    if forward is None or "_hf_hook" in vars(model):
+        return True
+    function = getattr(forward, "__func__", None)
+    former: Distillation | None = getattr(function, "distillation", None)
+    return function is type(model).forward or (former is not None and former.is_over)
+
+
 def _unwrapped(name: str, model: Model) -> Model:
     """The causal language model itself."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    model = getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(f"{name} is in an nn.DataParallel. {DATA_PARALLEL}")
+    while isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod"):  # torch.compile's
+        model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._orig_mod
     if hasattr(model, "get_base_model"):  # PEFT's
         model = model.get_base_model()
     of_class = type(model)  # FSDP1's wrapper has its module's attributes, and its class has not
@@ -249,6 +321,8 @@ def _unwrapped(name: str, model: Model) -> Model:
         raise TypeError(f"{name} must be a causal language model of transformers; {of_class.__name__} has an encoder")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no head: get_output_embeddings() is None")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(f"{name} is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read")
     return model
 
 
@@ -273,10 +347,8 @@ def head_of(model: Model) -> Head:
     if not isinstance(getattr(base, "weight", None), Tensor) or not hasattr(base, "bias"):
         raise ValueError(f"the head is a {type(base).__name__}, which is more than a weight and a bias")
     weight, bias = base.weight, base.bias
-    if hasattr(base.weight, "ds_id"):
-        raise ValueError(
-            "the head is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read"
-        )
+    if weight.is_meta:
+        raise ValueError("the head's weight is on no device, as where accelerate has offloaded it: keep it on the GPU")
     if hasattr(weight, "device_mesh"):
         raise ValueError(
             "the head is sharded by itself: give FSDP2 the layers and then the whole model (fully_shard(model)), which "
@@ -284,7 +356,7 @@ def head_of(model: Model) -> Head:
         )
     if base is not head and not (head.merged or head.disable_adapters):
         if not hasattr(head, "lora_B"):
-            raise ValueError(f"the head has a {type(head).__name__}: of adapters it may have a LoRA alone")
+            raise ValueError(f"the head has a {type(head).__module__}.{type(head).__name__}: it may have a LoRA alone")
         for name in head.active_adapters:
             if name in head.lora_B:
                 weight = weight + _low_rank(head, name)
@@ -335,7 +407,7 @@ PROBE = 4  # tokens
 
 def probe_ids(model: Model, count: int = PROBE) -> Tensor:
     """[1, count]: tokens that the model has, with its head."""
-    device = model.get_output_embeddings().weight.device
+    device = model.get_input_embeddings().weight.device
     known: int = model.get_input_embeddings().weight.size(0)
     return (torch.arange(count, device=device) % known)[None]
 
@@ -366,10 +438,38 @@ def _check_teacher(model: Model) -> None:
         )
 
 
-def check_logits(name: str, model: Model, most: float = 0.02) -> None:
+def rounding(dtype: torch.dtype) -> float:
+    """By how much, relative to them, logits may differ: of 16 bits they are off by 2^-8, and of TF32 by 2^-11."""
+    return 0.02 if dtype.itemsize == 2 else 5e-3
+
+
+def _check_own_loss(model: Model, label_weight: float) -> None:
+    """That it shifts labels by one as the divergence does; and if it counts, that it is of labels alone."""
+    if _is_sharded(model):
+        return
+    ids = probe_ids(model)
+    with _evaluating(model):
+        said = model(input_ids=ids, labels=ids, use_cache=False)
+    if said.loss is None:
+        return
+    logits, own = said.logits[0].double(), said.loss.item()
+    shifted = nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).item()
+    if math.isclose(own, shifted, rel_tol=rounding(said.logits.dtype), abs_tol=1e-3):
+        return
+    name = type(model).__name__
+    if math.isclose(own, nn.functional.cross_entropy(logits, ids[0]).item(), rel_tol=rounding(said.logits.dtype)):
+        raise ValueError(f"{name} takes labels that are shifted already, and the divergence shifts them by one")
+    if label_weight:
+        raise ValueError(
+            f"label_weight counts the student's own loss, and {name}'s is more than the cross-entropy of labels: of "
+            f"{PROBE} tokens {own:.4g}, and that is {shifted:.4g}"
+        )
+
+
+def check_logits(name: str, model: Model, most: float | None = None) -> None:
     """That nothing but what `Head` tells stands between hidden states and logits: an adapter, a scale, a hook.
 
-    most: the relative difference that is rounding. Logits of 16 bits are off by 2^-8 of themselves.
+    most: the relative difference that is rounding; by default as of `rounding`.
     """
     if _is_sharded(model):
         return  # FSDP2 gathers a student in its forward, in which the loss is found
@@ -385,7 +485,7 @@ def check_logits(name: str, model: Model, most: float = 0.02) -> None:
         if head.softcap is not None:
             logits = head.softcap * torch.tanh(logits / head.softcap)
     error = difference(logits, wanted)
-    if not error < most:
+    if not error < (rounding(wanted.dtype) if most is None else most):
         raise ValueError(
             f"{name}'s logits are not those of its head: they differ by {error:.1%}. What {type(model).__name__} has "
             "between its hidden states and its logits, an adapter, a hook or a scale, would be ignored"

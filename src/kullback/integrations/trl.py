@@ -161,6 +161,10 @@ def generalized_jsd_loss(
             f'reduction must be "batchmean", "sum" or "mean"; got {reduction!r}: losses of elements are not found here'
         )
     kind, parameter = kind_of(beta)
+    if labels is not None and labels.shape != student_logits.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape {list(student_logits.shape[:-1])} of student_logits; got {list(labels.shape)}"
+        )
     normalizer: Tensor | float | None = num_items_in_batch
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(student_logits.device)
@@ -201,7 +205,7 @@ def compute_divergence(student_log_probs: Tensor, teacher_log_probs: Tensor, alp
     >>> compute_divergence(q, p, 0.0)
     tensor(0.1438)
     """
-    kind, parameter = kind_of(alpha)
+    kind, parameter = kind_of(alpha, "alpha")
     return functional.divergence(
         student_log_probs, teacher_log_probs, kind, form="log_probs", reduction="none", **parameter
     )
@@ -229,7 +233,7 @@ def compute_full_logit_self_distillation_loss(
     >>> compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=1.0)
     tensor([0.2662])
     """
-    kind, parameter = kind_of(distillation_alpha)
+    kind, parameter = kind_of(distillation_alpha, "distillation_alpha")
     return functional.divergence(student_logits, teacher_logits, kind, reduction="none", **parameter)
 
 
@@ -266,7 +270,9 @@ def compute_topk_self_distillation_loss(
     >>> compute_topk_self_distillation_loss(student, teacher, distillation_add_tail=True, **options)
     tensor([0.3427])
     """
-    kind, parameter = kind_of(distillation_alpha)
+    kind, parameter = kind_of(distillation_alpha, "distillation_alpha")
+    if not 1 <= distillation_topk <= student_logits.size(-1):
+        raise ValueError(f"distillation_topk must lie from 1 to {student_logits.size(-1)}; got {distillation_topk}")
     ids = student_logits.topk(distillation_topk, dim=-1).indices
     if distillation_add_tail:
         values, form, tail = log_probs_at(teacher_logits, ids), "log_probs", "bucket"

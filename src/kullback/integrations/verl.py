@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
-from kullback.integrations.log_probs import log_probs_at, slices_of
+from kullback.integrations.log_probs import as_int64, log_probs_at, slices_of
 from kullback.parallel import all_gather
 
 # Loss modes that `register` gives verl.
@@ -175,7 +175,11 @@ def topk_losses(
     >>> found["distillation_losses"], found["student_mass"], found["overlap_count"]
     (tensor([0.6855]), tensor([0.7553]), tensor([1]))
     """
-    ids = ids.long()
+    if kind not in MODES.values():
+        raise ValueError(f"kind must be one of {', '.join(MODES.values())}; got {kind!r}")
+    if log_prob_min_clamp is not None and not log_prob_min_clamp <= 0:
+        raise ValueError(f"log_prob_min_clamp must be at most 0, or None; got {log_prob_min_clamp}")
+    ids = as_int64("ids", ids)
     own = log_probs_at(student_logits.detach(), ids, group)
     log_p = log_probs.to(own.dtype)
     student_mass, teacher_mass = own.exp().sum(-1), log_p.exp().sum(-1)
