@@ -254,7 +254,7 @@ def print_layout(has_tilted_lse: bool = False) -> str:
     ]
     modes = ", ".join(f"{mode.name} = {mode.value}" for mode in Mode)
     verbs = print_macros({f"VERB_{verb.upper()}": number for number, verb in enumerate(VERBS)})
-    return "".join(enums) + f"enum {{ {modes} }};\nenum {{ NO_LABEL = {IGNORED} }};\n" + verbs
+    return "".join(enums) + f"enum {{ {modes} }};\n" + print_macros({"IGNORED": f"({IGNORED})"}) + verbs
 
 
 def ranges(form: str, target_form: str) -> dict[str, str]:

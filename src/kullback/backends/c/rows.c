@@ -23,7 +23,7 @@ typedef struct {
     const X *x;
     const Y *y;
     const WEIGHT *row_weight; /* [rows], or NULL: 1 */
-    const int64_t *labels;    /* [rows]: a token of the row, NO_LABEL, or negative: of another's slice; or NULL */
+    const int64_t *labels;    /* [rows]: a token of the row, IGNORED, or negative: of another's slice; or NULL */
     const double *known;      /* [fields, rows]: of the statistics to accumulate with, of the state of a gradient */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or NULL */
     LOSS *loss;               /* [rows], or NULL */
@@ -500,7 +500,7 @@ static Label label_of(const Arguments *a, int64_t r, const X *x, const Y *y, int
 /* What the row loses beside its divergence */
 static double labelled_loss(const Arguments *a, Label label, double lse)
 {
-    if (label.token == NO_LABEL)
+    if (label.token == IGNORED)
         return 0;
     const double smoothing = a->label_smoothing, own = (double)label.x;
     const double logit = smoothing ? (1 - smoothing) * own + smoothing * label.mean : own;
@@ -511,7 +511,7 @@ static double labelled_loss(const Arguments *a, Label label, double lse)
 /* What of that multiplies q in the gradient */
 static double mass_factor(const Arguments *a, Label label, double lse)
 {
-    return label.token == NO_LABEL ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
+    return label.token == IGNORED ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
 }
 #endif
 

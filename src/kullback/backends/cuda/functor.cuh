@@ -31,7 +31,7 @@ enum {
     STATE_TILTED_LSE, STATE_FIELDS
 };
 enum { FAST, STABLE, SAFE };
-enum { NO_LABEL = -100 };
+#define IGNORED (-100)
 #define VERB_LOSS 0
 #define VERB_STATISTICS 1
 #define VERB_ACCUMULATE 2

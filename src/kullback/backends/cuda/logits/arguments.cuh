@@ -11,7 +11,7 @@ struct Operands {
     const X *x;
     const Y *y;
     const WEIGHT *row_weight; /* [rows], or 0: 1 */
-    const long long *labels;  /* [rows]: a token of the row, NO_LABEL, or negative: of another's slice; or 0 */
+    const long long *labels;  /* [rows]: a token of the row, IGNORED, or negative: of another's slice; or 0 */
     const double *known;      /* [fields, rows]: statistics to accumulate with, or the state of a gradient; or 0 */
     double *found;            /* [fields, rows]: a loss's state, statistics, or sums; or 0 */
     LOSS *loss;               /* [rows], or 0 */

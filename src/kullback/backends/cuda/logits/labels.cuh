@@ -92,7 +92,7 @@ INLINE float input_lse_of(const Arguments &a, const RowStats &stats)
 
 INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStats &stats)
 {
-    if (label.token == NO_LABEL)
+    if (label.token == IGNORED)
         return 0;
     const float lse = input_lse_of(a, stats), of_z = a.z_weight != 0 ? a.z_weight * lse * lse : 0;
     if (label.token < 0 || a.label_weight == 0)
@@ -112,7 +112,7 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
 /* The row's Σ d_log_q as gradients want it */
 INLINE float shifted_sum(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
 {
-    if (label.token == NO_LABEL)
+    if (label.token == IGNORED)
         return d_log_q;
     const float lse = stats.in_range ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
     const float factor = a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * lse : 0);
@@ -169,7 +169,7 @@ INLINE GradOut grad_out_of(const Arguments &a, const Pipeline &pipeline, double 
     const double upstream = weight * a.scale;
     float of_label = (float)upstream * label_weight(a);
 #if HAS_SMOOTHING
-    if (label_of(pipeline).token == NO_LABEL)
+    if (label_of(pipeline).token == IGNORED)
         of_label = 0;
 #endif
     return GradOut(a, (float)(upstream * divergence_weight(a) * d_loss), of_label);

@@ -20,7 +20,7 @@ struct alignas(8) RowMax {
 };
 
 #if HAS_AUXILIARY
-/* A row's label, or a negative number: NO_LABEL, or any other; and the logits there, else 0 */
+/* A row's label, or a negative number: IGNORED, or any other; and the logits there, else 0 */
 struct alignas(8) Label {
     float x, y;
     int token;
@@ -31,7 +31,7 @@ INLINE long long token_of(const Arguments &a, unsigned r) { return a.labels ? a.
 INLINE Label loaded_label(const Arguments &a, unsigned r, long long token)
 {
     if (token < 0 || token >= a.vocab)
-        return { 0, 0, token == NO_LABEL ? (int)NO_LABEL : -1 };
+        return { 0, 0, token == IGNORED ? (int)IGNORED : -1 };
     return { to_real(a.x[r * a.x_stride + token]), to_real(a.y[r * a.y_stride + token]), (int)token };
 }
 #endif
