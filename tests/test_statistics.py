@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import kullback
+from kullback import backends
 from kullback.backends import pytorch
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.problem import Problem, Side
+from kullback.work import Gather
 from tests import oracle, samples
 from tests.kinds import GPU
 from tests.samples import masked, sample
@@ -640,6 +642,16 @@ def test_a_compiler_leaves_figures_to_python():
     for _ in range(2):
         torch.testing.assert_close(compiled(x, y), call(x, y))
     assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "zero", "support"])
+def test_a_teacher_s_tokens_are_gathered_once(tail, monkeypatch, generator):
+    """Both directions of kl, and masses, are of one read of the row."""
+    x, y = (sample("logits", (4, 60), generator) for _ in range(2))
+    works, run = [], backends.run
+    monkeypatch.setattr(backends, "run", lambda work, only=None: works.append(work) or run(work, only))
+    kullback.topk_row_statistics(x, *y.log_softmax(-1).topk(5), tail=tail)
+    assert [isinstance(work, Gather) for work in works].count(True) == 1
 
 
 def test_the_entropy_of_a_row_in_pieces(generator):

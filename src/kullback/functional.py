@@ -535,20 +535,8 @@ def topk_divergence(
     weights = checks.weights(labels is not None, form, divergence_weight, label_weight, z_weight, label_smoothing)
     checks.check_smoothing(label_smoothing, group is not None)
     labels = checks.labels_of(labels, input, tokens)
-    problem = checks.problem(
-        params,
-        kind,
-        form=form,
-        target_form="logits",  # whatever they are, entries may be tempered
-        temperature=temperature,
-        target_temperature=temperature if target_temperature is None else target_temperature,
-        logit_scale=logit_scale,
-        target_logit_scale=1.0,
-        softcap=softcap,
-        vocab=vocab,
-        shard=shard,
-        weights=weights,
-    )
+    scales = temperature, target_temperature, logit_scale, softcap
+    problem = _problem_of_entries(params, kind, form, *scales, vocab=vocab, shard=shard, weights=weights)
     checks.notice_logits("target_values", target_values, target_indices, target_form, weight)
     of = topk.entries_of(target_form, tail, form, tokens)
     teacher, target = topk.teacher(problem, target_values, target_indices, of, weight)
@@ -561,6 +549,31 @@ def topk_divergence(
         else:
             loss = reduced.finish(topk.total(teacher, operands, reduced.scale, dtype))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
+
+
+def _problem_of_entries(
+    params: dict[str, float],
+    kind: str,
+    form: str,
+    temperature: float,
+    target_temperature: float | None,
+    logit_scale: float,
+    softcap: float | None,
+    **more: Any,
+) -> Problem:
+    """Beside a teacher's entries. Whatever they are, they may be tempered, as logits are."""
+    return checks.problem(
+        params,
+        kind,
+        form=form,
+        target_form="logits",
+        temperature=temperature,
+        target_temperature=temperature if target_temperature is None else target_temperature,
+        logit_scale=logit_scale,
+        target_logit_scale=1.0,
+        softcap=softcap,
+        **more,
+    )
 
 
 def linear_divergence(
@@ -979,33 +992,19 @@ def topk_row_statistics(
         softcap=softcap,
         valid_vocab=valid_vocab,
     )
-    with collecting.paused():
-        forward, backward = (
-            topk_divergence(
-                input,
-                target_values,
-                target_indices,
-                kind,
-                form=form,
-                target_form=target_form,
-                tail=tail,
-                temperature=temperature,
-                target_temperature=target_temperature,
-                logit_scale=logit_scale,
-                softcap=softcap,
-                valid_vocab=valid_vocab,
-                reduction="none",
-            )
-            for kind in ("kl", "reverse_kl")
-        )
+    checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
+    checks.notice_logits("target_values", target_values, target_indices, target_form, None)
     valid = input[..., : valid_vocab or input.size(-1)]
-    plain = checks.problem({}, "kl", form=form, target_form="logits")
-    entries = topk.entries_of(target_form, "zero", form, valid.size(-1))
-    teacher, target = topk.teacher(plain, target_values, target_indices, entries, None)
-    problem = checks.problem(
-        {}, "kl", form=form, target_form="logits", temperature=temperature, logit_scale=logit_scale, softcap=softcap
-    )
+    problem = _problem_of_entries({}, "kl", form, temperature, target_temperature, logit_scale, softcap)
+    asked = topk.entries_of(target_form, tail, form, valid.size(-1))
+    teacher, target = topk.teacher(problem, target_values, target_indices, asked, None)
     gathered = gather(problem, as_rows(valid), rows_of(teacher.ids), others=1)
+    dtype = checks.LOSS_DTYPES[input.dtype, target_values.dtype]
+    with collecting.paused():
+        forward, backward = topk.of_gathered(teacher, target, gathered, ("kl", "reverse_kl"), dtype)
+    plain = checks.problem({}, "kl", form=form, target_form="logits")
+    as_given = topk.entries_of(target_form, "zero", form, valid.size(-1))
+    teacher, target = topk.teacher(plain, target_values, target_indices, as_given, None)
     if form != "probs":
         gathered = gathered.softmax(-1) if form == "logits" else gathered.exp()
     best = target[..., :-1].max(-1, keepdim=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -407,6 +407,16 @@ def _of_gathered(teacher: Teacher, operands: Operands, gathered: Tensor) -> tupl
         return at_ids(teacher.problem), Operands(gathered, target, row_weight)
     target = without_rounding(gathered, target, teacher.negligible, teacher.problem)
     return at_ids(teacher.problem, form), Operands(gathered, target, row_weight)
+
+
+def of_gathered(
+    teacher: Teacher, target: Tensor, gathered: Tensor, kinds: Sequence[str], dtype: torch.dtype
+) -> list[Tensor]:
+    """Of each kind the losses of rows, of the student's [rows, k + 1] that were gathered once."""
+    rows = teacher._replace(ids=as_rows(teacher.ids))
+    small, operands = _of_gathered(rows, Operands(gathered, as_rows(target)), without_label(rows, gathered))
+    losses = (autograd.per_row(dataclasses.replace(small, kind=kind), operands, dtype) for kind in kinds)
+    return [of_kind.view(teacher.ids.shape[:-1]) for of_kind in losses]
 
 
 def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
