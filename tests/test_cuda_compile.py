@@ -528,7 +528,7 @@ def test_a_spill_is_an_error():
 def test_rows_on_chip_fit(vocab, dtypes, both, chip):
     """The pipeline holds a row's slice, its barriers can tell its rounds apart, and the block its memory."""
     x, y = dtypes
-    layout = plan.logits(vocab, x, y, both, False, chip)
+    layout = plan.logits(plan.Wanted(vocab, x, y, both), chip)
     assert layout.cluster <= chip.cluster
     if not layout.shape.resident:
         # What a block has for a row is less what it keeps of others.
@@ -621,7 +621,7 @@ def test_slopes_are_cached_where_half_precision_holds_them():
 def test_short_rows_fit(vocab, dtypes, goes_one_way):
     """A row or two of each group are on chip, where what every device has is enough."""
     x, y = dtypes
-    layout = plan.logits(vocab, x, y, False, False, plan.HOPPER, caches_slopes=True, goes_one_way=goes_one_way)
+    layout = plan.logits(plan.Wanted(vocab, x, y, caches_slopes=True, goes_one_way=goes_one_way), plan.HOPPER)
     shape = layout.shape
     if vocab > 256 * shape.width:
         assert shape.resident
@@ -639,7 +639,8 @@ def test_short_rows_fit(vocab, dtypes, goes_one_way):
 
 
 def test_rows_that_are_read_once_cache_no_slopes():
-    assert not plan.logits(1000, *DTYPES[1:2] * 2, False, True, plan.HOPPER, caches_slopes=True).shape.caches_slopes
+    wanted = plan.Wanted(1000, *DTYPES[1:2] * 2, streams=True, caches_slopes=True)
+    assert not plan.logits(wanted, plan.HOPPER).shape.caches_slopes
 
 
 def test_lanes_grow_with_the_row():

@@ -328,7 +328,7 @@ def test_far_tokens_of_close_rows(backend, generator, kind):
 )
 def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dtype, blocks):
     """Blocks of one cluster tell each other their sums; it takes more rows than are on chip at once."""
-    assert plan.logits(vocab, dtype, dtype, False, False, plan.HOPPER).cluster == blocks
+    assert plan.logits(plan.Wanted(vocab, dtype, dtype), plan.HOPPER).cluster == blocks
     monkeypatch.setattr(emulation.Launcher, "blocks", 1)
     rows = samples.batch(
         generator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -144,6 +145,7 @@ CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
 SHORT_LANES, ONE_WAY_LANES = ((32, 8), (48, 16), (math.inf, 32)), ((64, 8), (112, 16), (math.inf, 32))
 # Of a block, at most. With what a kernel declares, every device has 48 KiB of shared memory without being asked.
 SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
+MOST_SHORT_VECTORS = 256
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
 
 
@@ -192,99 +194,112 @@ def slices(vocab: int, x: torch.dtype, chip: Chip, gradient: bool) -> Slices | N
     return None
 
 
-@functools.cache
-def logits(
-    vocab: int,
-    x: torch.dtype,
-    y: torch.dtype,
-    both: bool,
-    streams: bool,
-    chip: Chip,
-    caches_slopes: bool = False,
-    labelled: bool = False,
-    capped: bool = False,
-    waits: bool = False,
-    goes_one_way: bool = False,
-) -> Layout:
-    """The layout for rows of so many logits.
+class Wanted(NamedTuple):
+    """What the layout of rows of logits follows from, beside the device."""
 
-    `both`: whether both gradients are wanted. `streams`: whether a row is read once, since its normalisers are known.
-    `chip`: NO_COPIES where tensors are out of phase. `caches_slopes`: whether masses and slopes take the place
-    of rows on chip. `labelled`: whether rows may have labels. `capped`: whether logits are. `waits`: whether a row
-    waits for other devices. `goes_one_way`: whether most rows do, whatever they hold.
-    """
-    per_vector = width(x, y)
-    short = vocab <= 256 * per_vector
-    vector_bytes = per_vector * (x.itemsize + y.itemsize)
-    vectors = vocab // per_vector
+    vocab: int
+    x: torch.dtype
+    y: torch.dtype
+    both: bool = False  # both gradients
+    streams: bool = False  # a row is read once, since its normalisers are known
+    caches_slopes: bool = False  # masses and slopes take the place of rows on chip
+    labelled: bool = False  # rows may have labels
+    capped: bool = False  # logits are
+    waits: bool = False  # a row waits for other devices
+    goes_one_way: bool = False  # most rows do, whatever they hold
+
+    @property
+    def per_vector(self) -> int:
+        return width(self.x, self.y)
+
+    @property
+    def vectors(self) -> int:
+        """Whole ones of a row."""
+        return self.vocab // self.per_vector
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of both tensors."""
+        return self.per_vector * (self.x.itemsize + self.y.itemsize)
+
+
+@functools.cache
+def logits(wanted: Wanted, chip: Chip) -> Layout:
+    """How such rows are laid over blocks. `chip`: NO_COPIES where tensors are out of phase."""
+    if wanted.vocab <= MOST_SHORT_VECTORS * wanted.per_vector:
+        return _short(wanted, chip != NO_COPIES)
+    resident = _resident(wanted, chip)
+    return resident or Layout(LogitsShape(False, 256, 1, wanted.per_vector, 2), slice_vectors=wanted.vectors)
+
+
+def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
+    """Rows that stay on chip, over the smallest clusters that hold enough of them; or None."""
+    if not chip.block_bytes:
+        return None
+    per_vector, vector_bytes, waits = wanted.per_vector, wanted.vector_bytes, wanted.waits
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
-    for cluster in (c for c in CLUSTERS if c <= largest) if chip.block_bytes and not short else ():
-        slice_vectors = math.ceil(vectors / cluster)
-        row_groups = WAITING_ROW_GROUPS if waits else ROW_GROUPS
-        for threads, groups in (group for group in row_groups if not both or group[0] * group[1] <= MANY_REGISTERS):
-            exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
-            barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
-            barrier_bytes += MAX_STAGES * LABEL_BYTES if labelled else 0
-            # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
-            rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
-            room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
-            stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
-            # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
-            safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
-            # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
-            # neighbours are taken, the larger the more: there two are better, of threads enough.
-            enough = 2 if cluster >= PORTABLE_CLUSTER or (cluster, threads) == (2, 256) else 3  # rows on chip
-            if safe and (enough * row_tiles <= stages or cluster == largest):
-                y_offset = room * per_vector * x.itemsize
-                shape = LogitsShape(
-                    True,
-                    threads,
-                    groups,
-                    per_vector,
-                    1,
-                    caches_slopes=caches_slopes,
-                    y_offset=y_offset,
-                    max_cluster=max(cluster, PORTABLE_CLUSTER),
-                )
-                exchange_offset = y_offset + stages * tile_vectors * per_vector * y.itemsize
-                barrier_offset = exchange_offset + exchange_bytes
-                shared = barrier_offset + barrier_bytes
-                return Layout(
-                    shape,
-                    cluster,
-                    stages,
-                    tile_vectors,
-                    slice_vectors,
-                    row_tiles,
-                    exchange_offset,
-                    barrier_offset,
-                    shared,
-                )
-    if not short:
-        return Layout(LogitsShape(False, 256, 1, per_vector, 2), slice_vectors=vectors)
-    choice = ONE_WAY_LANES if goes_one_way else SHORT_LANES
-    lanes = 32 if waits else next(lanes for most, lanes in choice if vectors <= most)
-    slot = lanes * max(1, math.ceil(vectors / lanes)) if chip != NO_COPIES else 0
+    most_threads = MANY_REGISTERS if wanted.both else math.inf
+    row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
+    for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
+        slice_vectors = math.ceil(wanted.vectors / cluster)
+        exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
+        barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
+        barrier_bytes += MAX_STAGES * LABEL_BYTES if wanted.labelled else 0
+        # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
+        rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
+        room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
+        stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
+        # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
+        safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
+        # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
+        # neighbours are taken, the larger the more: there two are better, of threads enough.
+        enough = 2 if cluster >= PORTABLE_CLUSTER or (cluster, threads) == (2, 256) else 3  # rows on chip
+        if safe and (enough * row_tiles <= stages or cluster == largest):
+            y_offset = room * per_vector * wanted.x.itemsize
+            shape = LogitsShape(
+                True,
+                threads,
+                groups,
+                per_vector,
+                1,
+                caches_slopes=wanted.caches_slopes,
+                y_offset=y_offset,
+                max_cluster=max(cluster, PORTABLE_CLUSTER),
+            )
+            exchange_offset = y_offset + stages * tile_vectors * per_vector * wanted.y.itemsize
+            barrier_offset = exchange_offset + exchange_bytes
+            shared = barrier_offset + barrier_bytes
+            in_memory = exchange_offset, barrier_offset, shared
+            return Layout(shape, cluster, stages, tile_vectors, slice_vectors, row_tiles, *in_memory)
+    return None
+
+
+def _short(wanted: Wanted, copies: bool) -> Layout:
+    """Rows of which a block works on many, each by some lanes of a warp, which copy it to the chip if they can."""
+    vectors, both, is_half = wanted.vectors, wanted.both, wanted.x == torch.float16
+    choice = ONE_WAY_LANES if wanted.goes_one_way else SHORT_LANES
+    lanes = 32 if wanted.waits else next(lanes for most, lanes in choice if vectors <= most)
+    slot = lanes * max(1, math.ceil(vectors / lanes)) if copies else 0
     slots = 2 if lanes == 32 or vectors <= 4 * lanes else 1  # else two would leave room for fewer warps
     groups = SHORT_THREADS // lanes
-    while slots * groups * slot * vector_bytes > SHORT_BYTES:
+    while slots * groups * slot * wanted.vector_bytes > SHORT_BYTES:
         groups //= 2
     # What converts both tensors in ways of their own, or caps them, takes more registers. Rows that share a warp take
     # some, too.
-    wide = x != y or (both and (capped or x == torch.float16))
-    warps = 16 if wide else 20 if lanes < 32 and (both or capped or labelled or x == torch.float16) else 24
+    wide = wanted.x != wanted.y or (both and (wanted.capped or is_half))
+    warps = 16 if wide else 20 if lanes < 32 and (both or wanted.capped or wanted.labelled or is_half) else 24
     shape = LogitsShape(
         False,
         lanes,
         groups,
-        per_vector,
+        wanted.per_vector,
         min_blocks=32 * warps // (groups * lanes),
         slots=slots,
         slot_vectors=slot,
-        caches_slopes=caches_slopes and not streams and slot > 0,
-        y_offset=slots * groups * slot * per_vector * x.itemsize,
+        caches_slopes=wanted.caches_slopes and not wanted.streams and slot > 0,
+        y_offset=slots * groups * slot * wanted.per_vector * wanted.x.itemsize,
     )
-    return Layout(shape, slice_vectors=vectors, shared=slots * groups * slot * vector_bytes)
+    return Layout(shape, slice_vectors=vectors, shared=slots * groups * slot * wanted.vector_bytes)
 
 
 def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) -> tuple[int, int, int]:

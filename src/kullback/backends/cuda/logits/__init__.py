@@ -352,19 +352,19 @@ def layout(
     is_kept = (x == torch.bfloat16 and y.itemsize == 2) or x == y == torch.float32
     caches = is_kept and wants == (True, False) and not problem.weights.smoothing and caches_slopes(problem)
     capped = problem.input.softcap != 0 or problem.target.softcap != 0
-    return plan.logits(
+    wanted = plan.Wanted(
         vocab,
         x,
         y,
-        all(wants),
-        is_streamed,
-        chip,
-        caches,
-        problem.has_auxiliary,
-        capped,
-        has_peers,
+        both=all(wants),
+        streams=is_streamed,
+        caches_slopes=caches,
+        labelled=problem.has_auxiliary,
+        capped=capped,
+        waits=has_peers,
         goes_one_way=has_corner(problem.kind) or sums_are_means(problem.kind),
     )
+    return plan.logits(wanted, chip)
 
 
 def sums_are_means(kind: str) -> bool:
