@@ -618,7 +618,7 @@ def test_adapters_of_the_head_that_are_no_weight_are_refused():
     with pytest.raises(ValueError, match="which is not counted: set lora_bias to False"):
         distil(biased, teacher)
     scaled = get_peft_model(model("Llama", 0), IA3Config(target_modules=["lm_head"], feedforward_modules=[]))
-    with pytest.raises(ValueError, match="peft.tuners.ia3.layer.Linear: it may have a LoRA alone"):
+    with pytest.raises(ValueError, match=r"peft\.tuners\.ia3\.layer\.Linear: it may have a LoRA alone"):
         distil(scaled, teacher)
     tokens = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3])
     tied = get_peft_model(model("Qwen2", 0), tokens)

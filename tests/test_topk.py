@@ -184,6 +184,19 @@ def test_a_row_without_ids_is_no_divergence(backend, device, generator, tail):
         assert torch.autograd.grad(loss.sum(), x)[0].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "total_variation", "renyi"])
+@pytest.mark.parametrize("tail", ["renormalize", "zero", "support"])
+def test_entries_of_no_mass_are_no_distribution(backend, device, tail, kind):
+    """As all of a row of logits that is -inf; ids that are all absent are another thing."""
+    x, ids = torch.tensor([[1.0, 0.0, -1.0]], device=device), torch.tensor([[0, 1]], device=device)
+    nothing = torch.full((1, 2), -torch.inf, device=device)
+    assert kullback.topk_divergence(x, nothing, ids, kind, target_form="logits", tail=tail).isnan()
+    absent = torch.full_like(ids, -1)
+    assert not kullback.topk_divergence(x, nothing, absent, kind, target_form="logits", tail=tail).isnan()
+    if tail == "zero":  # of all tokens, tempered, no tail takes the mass
+        assert kullback.topk_divergence(x[:, :2], nothing, ids, kind, tail=tail, target_temperature=2.0).isnan()
+
+
 @pytest.mark.parametrize("tail", ["bucket", "renormalize"])
 @pytest.mark.parametrize("more", [{"divergence_weight": 0.5}, {"z_weight": 0.1}, {"labels": [3, 49, -100, 0]}])
 def test_a_row_without_ids_has_all_else_to_lose(backend, device, generator, tail, more):

@@ -60,15 +60,13 @@ static void sum_of_equal(const X *values, const int64_t *leader, int64_t k, real
             log_p[j] += safe_log(total[j]);
 }
 
-/* x -= log Σ exp x; a row of no mass stays one */
+/* x -= log Σ exp x; NaN of a row of no mass */
 static void normalise(real *x, int64_t n)
 {
     real top = NOTHING;
     double total = 0;
     for (int64_t j = 0; j < n; j++)
         top = x[j] > top || x[j] != x[j] ? x[j] : top;
-    if (top == NOTHING)
-        return;
     for (int64_t j = 0; j < n; j++)
         total += (double)safe_exp(x[j] - top);
     const real lse = top + (real)log(total);
@@ -97,7 +95,7 @@ static void one_row(const Arguments *a, int64_t row, int64_t *first, int64_t *le
     target[a->k] = NOTHING;
     if (!FROM_LOGITS && others > 0)
         target[a->k] = (real)(log(others) + (log(left) - log(others)) / a->temperature);
-    if (a->normalises)
+    if (a->normalises && !(FROM_LOGITS && count == 0))
         normalise(target, a->k + 1);
     if (!a->keeps_tail)
         target[a->k] = NOTHING;
