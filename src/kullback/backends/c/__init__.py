@@ -48,11 +48,11 @@ class Variant(NamedTuple):
     loss: torch.dtype
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
-    near: OverRootShape | None = None
+    fine: OverRootShape | None = None
 
 
-SWEEP, NEAR, NEAR_ROWS, ROWS = (
-    (HERE / name).read_text(encoding="utf-8") for name in ("sweep.h", "near.h", "near_rows.h", "rows.c")
+SWEEP, NEAR, FINE, ROWS = (
+    (HERE / name).read_text(encoding="utf-8") for name in ("sweep.h", "near.h", "fine.h", "rows.c")
 )
 Arguments, Structure = arguments_of(ROWS)
 
@@ -109,7 +109,7 @@ def source(variant: Variant) -> str:
         "KEEPS_SLOPES": has_fast
         and moments_of(variant.kind) is None
         and (variant.wants, variant.dx) == ((True, False), torch.float32),
-        "HAS_NEAR": variant.near is not None,
+        "HAS_FINE": variant.fine is not None,
         "IS_SMOOTH": not has_corner(variant.kind),
         "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
@@ -125,25 +125,25 @@ def source(variant: Variant) -> str:
             print_layout(formula(variant.kind, *forms).has_tilted_lse),
             softmaxes(variant.form == "logits", variant.target_form == "logits"),
             SWEEP,
-            "" if variant.near is None else _near_rows(variant.near),
+            "" if variant.fine is None else _fine(variant.fine),
             ROWS,
         ]
     )
 
 
-def _near_rows(shape: OverRootShape) -> str:
+def _fine(shape: OverRootShape) -> str:
     macros: dict[str, int | str] = {
-        "NEAR_TERMS": shape.terms,
-        "NEAR_TERM_STEP": shape.term_step,
-        "NEAR_DIFFERENCES": shape.differences,
-        "NEAR_DIFFERENCE_STEP": shape.difference_step,
-        "NEAR_RADIUS": f"{FLOAT_RADIUS}f",
+        "FINE_TERMS": shape.terms,
+        "FINE_TERM_STEP": shape.term_step,
+        "FINE_DIFFERENCES": shape.differences,
+        "FINE_DIFFERENCE_STEP": shape.difference_step,
+        "FINE_RADIUS": f"{FLOAT_RADIUS}f",
     }
-    return print_macros(macros) + NEAR + NEAR_ROWS
+    return print_macros(macros) + NEAR + FINE
 
 
 @functools.lru_cache(maxsize=1024)
-def _near_of(kind: str, parameter: float) -> tuple[OverRootShape, Tensor] | None:
+def _fine_of(kind: str, parameter: float) -> tuple[OverRootShape, Tensor] | None:
     """The shape that a kernel is compiled for, and its factors: the terms', then the differences'."""
     found = over_root(kind, parameter)
     if found is None:
@@ -180,7 +180,7 @@ def _rows(work: Rows) -> None:
         weight = None if weight is None else weight.to(torch.float64)
         loss = None if loss is None else torch.empty_like(loss, dtype=torch.float64)
     is_double = torch.float64 in (x.dtype, y.dtype)
-    near = _near_of(problem.kind, problem.parameter) if problem.is_normalised and not is_double else None
+    fine = _fine_of(problem.kind, problem.parameter) if problem.is_normalised and not is_double else None
     run = kernel(
         Variant(
             problem.kind,
@@ -194,7 +194,7 @@ def _rows(work: Rows) -> None:
             torch.float64 if loss is None else loss.dtype,
             work.wants if any(work.wants) else (True, False),  # which serves a loss alone, too
             (problem.input.softcap != 0, problem.target.softcap != 0),
-            None if near is None else near[0],
+            None if fine is None else fine[0],
         )
     )
     run(
@@ -211,7 +211,7 @@ def _rows(work: Rows) -> None:
                 d_input=address(work.d_input),
                 d_target=address(work.d_target),
                 figures=address(work.figures),
-                near=None if near is None else near[1].data_ptr(),
+                fine=None if fine is None else fine[1].data_ptr(),
                 rows=rows,
                 vocab=vocab,
                 elements=elements,

@@ -8,7 +8,7 @@
                                       memory: what is left to do costs a mass
    IS_SMOOTH                          whether terms are parabolas near p = q
    HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
-   HAS_NEAR                           whether polynomials serve rows that are near (near_rows.h)
+   HAS_FINE                           whether polynomials serve rows that are near (fine.h)
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
 
    Sums are taken in `real` over SPAN elements and in double from there (or in double at once: `refined`), in an order that depends
@@ -31,7 +31,7 @@ typedef struct {
     DX *d_input;              /* or NULL */
     DY *d_target;             /* or NULL */
     double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or NULL */
-    const float *near;        /* the factors of near rows' polynomials (HAS_NEAR), or NULL */
+    const float *fine;        /* the factors of near rows' polynomials (HAS_FINE), or NULL */
     int64_t rows, vocab, elements; /* of all rows: the last may be shorter */
     int64_t x_stride, y_stride, d_input_stride, d_target_stride;
     double scale, input_temperature, target_temperature, input_softcap, target_softcap, parameter;
@@ -247,7 +247,7 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 }
 #endif
 
-#if HAS_NEAR
+#if HAS_FINE
 /* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. */
 static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, Parameters parameters, const Arguments *a,
                     Found *found)
@@ -257,7 +257,7 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
         return 0;
     found->sums = (Sums){ 0, 0, 0, 0 };
     found->mode = STABLE;
-    near_sum(x, y, n, *row, softcaps, parameters, *(const Near *)a->near, &found->sums);
+    near_sum(x, y, n, *row, softcaps, parameters, *(const Fine *)a->fine, &found->sums);
     return fabs(found->sums.term) < MAX_SUM;
 }
 #endif
@@ -305,9 +305,9 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     }
 #endif
 #else
-#if HAS_NEAR
+#if HAS_FINE
     const int64_t sampled = n < SPAN ? n : SPAN;
-    if (longest_ratio(x, y, sampled, row, softcaps) < (real)0.8 * NEAR_RADIUS && sum_near(x, y, n, row, softcaps, parameters, a, found))
+    if (longest_ratio(x, y, sampled, row, softcaps) < (real)0.8 * FINE_RADIUS && sum_near(x, y, n, row, softcaps, parameters, a, found))
         return 1;
 #endif
     found->sums = (Sums){ 0, 0, 0, 0 };
@@ -323,7 +323,7 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     if (!is_well_conditioned(found->sums, MIN_FAST_SUM) && is_well_conditioned(found->sums, MIN_NEAR_SUM))
         found->sums.term += heavy_rounding(x, y, n, *row, softcaps, parameters);
 #endif
-#if HAS_NEAR && HAS_MOMENTS
+#if HAS_FINE && HAS_MOMENTS
     const Sums moments = found->sums;
     if (fabs(moments.term) < MIN_MOMENTS_SUM && sum_near(x, y, n, row, softcaps, parameters, a, found))
         return 1;
@@ -644,9 +644,9 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
             fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
         else
 #endif
-#if HAS_NEAR
+#if HAS_FINE
         if (found.mode == STABLE)
-            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, *(const Near *)a->near);
+            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, *(const Fine *)a->fine);
         else
 #endif
             gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);

@@ -1,11 +1,11 @@
 /* Rows that are near: over √(p·q) an element's term and d_log_q - d_log_p are polynomials of its log-ratio r (near.py), which lose
    nothing however small they are. Spans that have a longer log-ratio take the safe formula. Pasted above the sweeps' callers, with the macros
 
-   NEAR_TERMS, NEAR_TERM_STEP               how many powers of a term, from r² on, and from one that is wanted to the next
-   NEAR_DIFFERENCES, NEAR_DIFFERENCE_STEP   of d_log_q - d_log_p, from r on
-   NEAR_RADIUS                              how far they reach */
+   FINE_TERMS, FINE_TERM_STEP               how many powers of a term, from r² on, and from one that is wanted to the next
+   FINE_DIFFERENCES, FINE_DIFFERENCE_STEP   of d_log_q - d_log_p, from r on
+   FINE_RADIUS                              how far they reach */
 
-typedef struct { real term[NEAR_TERMS], difference[NEAR_DIFFERENCES]; } Near;
+typedef struct { real term[FINE_TERMS], difference[FINE_DIFFERENCES]; } Fine;
 
 INLINE real polynomial(const real *factors, int count, int step, real r)
 {
@@ -30,7 +30,7 @@ INLINE real longest_ratio(const X *x, const Y *y, int64_t n, const Row *row, Sof
     return from_bits((bits)longest);
 }
 
-NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters, Near near,
+NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters, Fine fine,
                               Sums *sums)
 {
     for (int64_t start = 0; start < n; start += SPAN) {
@@ -43,10 +43,10 @@ NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softca
             const real r = near_ratio_of(xi, yi, &row), product = near_root_of(xi, yi, &row) * r;
             const ubits size = to_bits(safe_abs(r));
             longest = size > longest ? size : longest;
-            term += product * r * polynomial(near.term, NEAR_TERMS, NEAR_TERM_STEP, r);
-            difference += product * polynomial(near.difference, NEAR_DIFFERENCES, NEAR_DIFFERENCE_STEP, r);
+            term += product * r * polynomial(fine.term, FINE_TERMS, FINE_TERM_STEP, r);
+            difference += product * polynomial(fine.difference, FINE_DIFFERENCES, FINE_DIFFERENCE_STEP, r);
         }
-        if (from_bits((bits)longest) < NEAR_RADIUS) {
+        if (from_bits((bits)longest) < FINE_RADIUS) {
             sums->term += term;
             sums->d_log_p += 0.5 * ((double)term - difference); /* their sum is term: Euler's */
             sums->d_log_q += 0.5 * ((double)term + difference);
@@ -57,16 +57,16 @@ NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softca
 }
 
 /* Over √(p·q), as powers of r: d_log_q - q·Σ d_log_q, and the same of p */
-enum { NEAR_GRADIENTS = NEAR_DIFFERENCES + 1 > NEAR_TERMS + 2 ? NEAR_DIFFERENCES + 1 : NEAR_TERMS + 2 };
+enum { NEAR_GRADIENTS = FINE_DIFFERENCES + 1 > FINE_TERMS + 2 ? FINE_DIFFERENCES + 1 : FINE_TERMS + 2 };
 typedef struct { real input[NEAR_GRADIENTS], target[NEAR_GRADIENTS]; } NearGradients;
 
-static NearGradients near_gradients(Near near, Row row, real of_input, real of_target)
+static NearGradients near_gradients(Fine fine, Row row, real of_input, real of_target)
 {
     NearGradients result;
     double exponential = 1; /* of e^(r/2) */
     for (int k = 0; k < NEAR_GRADIENTS; k++) {
-        const double term = k >= 2 && k - 2 < NEAR_TERMS ? near.term[k - 2] : 0;
-        const double difference = k >= 1 && k - 1 < NEAR_DIFFERENCES ? near.difference[k - 1] : 0;
+        const double term = k >= 2 && k - 2 < FINE_TERMS ? fine.term[k - 2] : 0;
+        const double difference = k >= 1 && k - 1 < FINE_DIFFERENCES ? fine.difference[k - 1] : 0;
         const double of_q = k % 2 ? -exponential : exponential;
         result.input[k] = (real)((double)of_input * (0.5 * (term + difference) - of_q * (double)row.input_grad_sum));
         result.target[k] = (real)((double)of_target * (0.5 * (term - difference) - exponential * (double)row.target_grad_sum));
@@ -76,17 +76,17 @@ static NearGradients near_gradients(Near near, Row row, real of_input, real of_t
 }
 
 NOINLINE static void near_gradient(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                                   Parameters parameters, GradOut grad_out, Near near)
+                                   Parameters parameters, GradOut grad_out, Fine fine)
 {
     const real everywhere = grad_out.everywhere * row.input_inv_temperature;
     const real of_input = grad_out.loss * row.input_inv_temperature, of_target = grad_out.loss * row.target_inv_temperature;
-    const NearGradients factors = near_gradients(near, row, of_input, of_target);
+    const NearGradients factors = near_gradients(fine, row, of_input, of_target);
     Sums none = { 0 };
     (void)everywhere;
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         /* before gradients may take the logits' place */
-        if (!(longest_ratio(x + start, y + start, end - start, &row, softcaps) < NEAR_RADIUS)) {
+        if (!(longest_ratio(x + start, y + start, end - start, &row, softcaps) < FINE_RADIUS)) {
             gradient(x + start, y + start, d_input + start, d_target + start, end - start, row, softcaps, parameters, grad_out, &none);
             continue;
         }
