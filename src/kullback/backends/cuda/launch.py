@@ -36,7 +36,7 @@ def compiled(text: str, arch: str, ptxas: tuple[str, ...] = (), log: Any = None)
 
 
 def is_virtual(arch: str) -> bool:
-    """Whether it is a version of PTX, which the driver compiles for the device."""
+    """Whether it is a version of PTX, which the driver compiles: so tests run what older devices are compiled."""
     return arch.startswith("compute_")
 
 
