@@ -383,6 +383,8 @@ def test_accelerates_hooks():
     hooked = dispatch_model(student, {"": "cpu"}, force_hooks=True)
     before = hooked.forward
     with distil(hooked, teacher):
+        with pytest.raises(ValueError, match="distilled already"):
+            distil(hooked, teacher)
         assert hooked.train()(**given).loss.item() == pytest.approx(expected.item(), rel=1e-5)
         assert hooked.eval()(**given).logits is not None
     assert hooked.forward is before
@@ -398,8 +400,9 @@ def test_copies_of_data_parallel_are_refused():
             ValueError, match=r"num_items_in_batch must be a number or 0-d; got shape \[2\].*DataParallel"
         ):
             student(**given, num_items_in_batch=torch.tensor([9, 9]))
-        with pytest.raises(ValueError, match=r"input_ids are on meta, and the student is on cpu.*DataParallel"):
-            student(**{name: value.to("meta") for name, value in given.items()})
+        student.model.embed_tokens.to("meta")
+        with pytest.raises(ValueError, match=r"input_ids are on cpu, and the student is on meta.*DataParallel"):
+            student(**given)
 
 
 def test_what_changes_the_models_own_loss_is_refused():

@@ -141,8 +141,9 @@ def distil(
     ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
     ...         return trainer.train()
     """
-    for name in NO_OPTIONS.keys() & options.keys():
-        raise ValueError(f"distil has no option {name}: {NO_OPTIONS[name]}; got {options[name]!r}")
+    for name, why in NO_OPTIONS.items():
+        if name in options:
+            raise ValueError(f"distil has no option {name}: {why}; got {options[name]!r}")
     checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
     if options.get("reduction", "mean") != "mean":
         raise ValueError(f"a model's loss is the mean of its tokens; got reduction={options['reduction']!r}")
@@ -269,7 +270,7 @@ def _check_batch(model: Model, batch: dict[str, Any], count: Any) -> None:
     if not isinstance(count, Tensor) and count is not None and count <= 0:
         raise ValueError(f"num_items_in_batch must be positive; got {count}")
     ids, own = batch.get("input_ids"), model.get_input_embeddings().weight.device
-    if isinstance(ids, Tensor) and ids.device != own:
+    if isinstance(ids, Tensor) and ids.device != own and own.type != "cpu":  # where FSDP2 keeps what it has offloaded
         raise ValueError(f"input_ids are on {ids.device}, and the student is on {own}. {DATA_PARALLEL}")
 
 
@@ -296,11 +297,11 @@ def _check_student(student: nn.Module, model: Model) -> None:
 
 def _is_own(forward: Any, model: Model) -> bool:
     """Whether a forward that was put into a model is its class's, or with hooks of accelerate, which its parts have."""
-    if forward is None or "_hf_hook" in vars(model):
-        return True
     function = getattr(forward, "__func__", None)
     former: Distillation | None = getattr(function, "distillation", None)
-    return function is type(model).forward or (former is not None and former.is_over)
+    if former is not None:
+        return former.is_over
+    return forward is None or "_hf_hook" in vars(model) or function is type(model).forward
 
 
 def _unwrapped(name: str, model: Model) -> Model:
