@@ -314,6 +314,7 @@ def _without_target(
     if is_dtensor and form != "logits":
         raise ValueError(f"labels alone of DTensors are of logits; got form {form!r}")
     is_plain = is_whole and not is_dtensor
+    collected: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if collecting.is_collecting() and is_plain:  # of all rows, those without a label too
         of_input = {name: options[name] for name in ("temperature", "logit_scale", "softcap")}
         vocab = checks.valid_vocab(options["valid_vocab"], input, input)
@@ -321,38 +322,20 @@ def _without_target(
         problem = checks.problem({}, "kl", form, **of_input, vocab=vocab)
         weight = options["row_weight"]
         operands = Operands(input, input, None if weight is None else checks.row_weight(weight, input), labels)
-        with collecting.apart(problem, operands):
-            return _without_target(input, labels, form, label_weight, z_weight, label_smoothing, **options)
+        collected = collecting.apart(problem, operands)
+    of_labels: dict[str, Any] = {"labels": labels, "z_weight": z_weight, "label_smoothing": label_smoothing}
     is_read_once = is_plain and _is_read_once(input)
     if not is_read_once:
         of_rows = (options[name] for name in ("row_weight", "reduction", "normalizer"))
         options["row_weight"], options["normalizer"] = _of_labelled_rows(labels, input, *of_rows)
-    if is_read_once or (is_whole and (label_smoothing or is_dtensor)):
-        return divergence(
-            input,
-            input.detach(),
-            "total_variation",
-            form=form,
-            labels=labels,
-            label_weight=label_weight,
-            z_weight=z_weight,
-            label_smoothing=label_smoothing,
-            target_softcap=options["softcap"],
-            **options,
-        )
-    (divergence_weight, label_weight), entries = _one_hot(labels, input, label_weight, label_smoothing)
-    return topk_divergence(
-        input,
-        *entries,
-        form=form,
-        tail="zero",
-        labels=labels,
-        divergence_weight=divergence_weight,
-        label_weight=label_weight,
-        z_weight=z_weight,
-        label_smoothing=label_smoothing,
-        **{"target_temperature": 1.0, **options},
-    )
+    with collected:
+        if is_read_once or (is_whole and (label_smoothing or is_dtensor)):
+            of_labels |= {"label_weight": label_weight, "target_softcap": options["softcap"]}
+            return divergence(input, input.detach(), "total_variation", form=form, **of_labels, **options)
+        (divergence_weight, label_weight), entries = _one_hot(labels, input, label_weight, label_smoothing)
+        of_labels |= {"label_weight": label_weight, "divergence_weight": divergence_weight}
+        options = {"target_temperature": 1.0, **options}
+        return topk_divergence(input, entries[0], entries[1], form=form, tail="zero", **of_labels, **options)
 
 
 def _labels_alone(
