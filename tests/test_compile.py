@@ -185,16 +185,18 @@ def test_export_for_any_count_of_rows(reduction, generator):
     torch.testing.assert_close(program.module()(x, y), kullback.divergence(x, y, reduction=reduction))
 
 
+@pytest.mark.parametrize("how", ["frozen", "strict", "not strict"])
 @pytest.mark.parametrize(("call", "reduction"), CALLS, ids=names)
-def test_an_exported_module_trains(call, reduction, generator):
-    """By whoever loads it: when it was exported nothing wanted a gradient."""
+def test_an_exported_module_trains(call, reduction, how, generator):
+    """By whoever loads it, whether or not a gradient was wanted when it was exported."""
 
     class Loss(torch.nn.Module):
         def forward(self, given):
             return call(given, reduction).sum()
 
     given = rows(5, generator)
-    program = torch.export.export(Loss(), ({name: tensor.detach() for name, tensor in given.items()},))
+    shown = {name: tensor.detach() if how == "frozen" else tensor for name, tensor in given.items()}
+    program = torch.export.export(Loss(), (shown,), strict=how == "strict")
     leaves = [tensor for tensor in given.values() if tensor.requires_grad]
     both = (torch.autograd.grad(run(given), leaves, allow_unused=True) for run in (program.module(), Loss()))
     for ours, theirs in zip(*both, strict=True):

@@ -674,3 +674,29 @@ def test_a_module_may_temper_entries_of_any_form():
         kullback.LinearDivergenceLoss(target_form="prob")
     with pytest.raises(ValueError, match="target_temperature must be positive"):
         kullback.LinearDivergenceLoss(target_form="probs", target_temperature=0.0)
+
+
+def test_logits_dtype_is_of_both_models(generator):
+    """A student of float32 beside a teacher of 16 bits, whose logits are not to be rounded."""
+    h, w = torch.randn(16, 32, generator=generator), torch.randn(60, 32, generator=generator) / 4
+    t, v = h.bfloat16(), w.bfloat16()
+    expected = oracle.divergence(h.double() @ w.double().T, t.double() @ v.double().T, "kl").mean()
+    for dtype in (None, torch.float32):
+        assert relative_error(kullback.linear_divergence(h, w, t, v, logits_dtype=dtype), expected) < 1e-4
+
+
+def test_a_logits_dtype_is_floating_point():
+    with pytest.raises(ValueError, match=r"logits_dtype must be one of .*; got torch\.int32"):
+        kullback.LinearDivergenceLoss("kl", logits_dtype=torch.int32)
+
+
+def test_a_head_s_gradient_in_blocks_of_tokens(monkeypatch, generator):
+    """On a CPU, of 16-bit operands whose sum is wider."""
+    h, w, t = (torch.randn(*s, generator=generator).bfloat16() for s in ((5, 8), (50, 8), (5, 50)))
+    found = []
+    for block in (linear.BLOCK, 16):
+        monkeypatch.setattr(linear, "BLOCK", block)
+        leaf = w.clone().requires_grad_()
+        kullback.linear_divergence(h, leaf, t).backward()
+        found.append(leaf.grad)
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-5)

@@ -208,6 +208,26 @@ def check_masked_rows(ranks: Ranks):
     assert loss == 0
 
 
+def check_masses_too_small_for_a_number(ranks: Ranks):
+    """A slice that has e^-800 of a row has its share of the sums by its logarithm."""
+    x, y = torch.randn(2, 3, 20, generator=generator(), dtype=torch.float64)
+    x[:, : 20 // ranks.world] -= 800.0
+    y[:, 20 // ranks.world :] -= 2.0
+    of_logs = {
+        "kl": lambda lp, lq: lp.exp() * (lp - lq),
+        "reverse_kl": lambda lp, lq: lq.exp() * (lq - lp),
+        "jeffreys": lambda lp, lq: (lp.exp() - lq.exp()) * (lp - lq),
+        "hellinger": lambda lp, lq: ((lp / 2).exp() - (lq / 2).exp()).square() / 2,
+    }
+    for kind, term in of_logs.items():
+        a, b = (t.clone().requires_grad_() for t in (x, y))
+        whole = term(b.log_softmax(-1), a.log_softmax(-1)).sum(-1).mean()
+        gradients = [ranks.slice(g) for g in torch.autograd.grad(whole, (a, b))]
+        leaves = [ranks.slice(t).clone().requires_grad_() for t in (x, y)]
+        loss = kullback.divergence(*leaves, kind, group=ranks.group)
+        hold(ranks, loss, leaves, whole, gradients, torch.float64, kind)
+
+
 def check_a_slice_of_nothing(ranks: Ranks):
     """On torch's backend, which float64 logits have on a GPU: autograd would tell if what is passed were written."""
     x, y = torch.randn(2, 3, 8, generator=generator(), dtype=torch.float64)
@@ -562,7 +582,7 @@ def check_linear_teachers(ranks: Ranks):
             *given[:2],
             given[3],
             bias=given[2],
-            target_indices=rows(ids.to(ranks.device)),
+            target_indices=rows(ids.to(ranks.device)).to(torch.uint16),  # which collectives refuse
             group=ranks.group,
             sequence_dim=sequence_dim,
         )
@@ -630,6 +650,25 @@ def check_agreement(ranks: Ranks):
     place = {} if ranks.rank == 0 else {"first_token": 9, "total_vocab": 19}
     with kullback.checking_ranks(), pytest.raises(ValueError, match=r"is not given .*first_token is given"):
         kullback.topk_divergence(x, *entries, group=ranks.group, **place)
+    z, own = torch.randn(4, 6, device=ranks.device), {"first_token": 6 * ranks.rank, "total_vocab": 12}
+    log_p, ids = torch.randn(4, 12, generator=generator()).log_softmax(-1).topk(2)
+    labels = torch.tensor([0, 1, 7, 11], device=ranks.device)
+    entries = log_p.to(ranks.device).requires_grad_(), ids.to(ranks.device)
+    tail, log_q = "bucket" if ranks.rank else "renormalize", z.log_softmax(-1)
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"renormalize.* of rank 0 and .*bucket"):
+        kullback.topk_divergence(z, *entries, tail=tail, group=ranks.group, **own)
+    own_labels = {"form": "log_probs", "labels": labels, "label_weight": 1.0 + ranks.rank, **own}
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"label=1\.0.* of rank 0 and .*label=2\.0"):
+        kullback.divergence(log_q, log_q, group=ranks.group, **own_labels)
+    collects = kullback.collecting_statistics() if ranks.rank else contextlib.nullcontext()
+    with kullback.checking_ranks(), collects, pytest.raises(ValueError, match="statistics of labels of rank 1"):
+        kullback.divergence(z, z, labels=labels, group=ranks.group, **own)
+    h, w, _, t, v, _ = (tensor.to(ranks.device) for tensor in models(torch.float32, (3,)))
+    h, w = h.requires_grad_(ranks.rank == 0), w.requires_grad_()
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"hidden states: True.* of rank 0 and .*: False"):
+        kullback.linear_divergence(h, w, t, v, group=ranks.group)
+    with kullback.checking_ranks(), pytest.raises(ValueError, match=r"with a gradient of rank 0 and .*without a"):
+        kullback.linear_divergence(h, w, t, v, group=ranks.group, sequence_dim=0)
     with kullback.checking_ranks():  # slices may be of any width
         assert kullback.divergence(x, x, group=ranks.group) == 0
     loss = kullback.DivergenceLoss("hellinger", group=ranks.group, reduction="sum")
@@ -639,6 +678,13 @@ def check_agreement(ranks: Ranks):
         kullback.topk_divergence(x, x, x.long(), group=ranks.group, first_token=0)
     with pytest.raises(TypeError, match="total_vocab must be an integer; got float"):
         kullback.topk_divergence(x, x, x.long(), group=ranks.group, first_token=0, total_vocab=9.0)
+    for wrong in (False, 0.0):
+        with pytest.raises(TypeError, match="valid_vocab must be an integer"):
+            kullback.divergence(x, x, valid_vocab=wrong, group=ranks.group)
+    with pytest.raises(ValueError, match=r"total_vocab must be no less than the \d+ tokens of this slice; got 3"):
+        kullback.divergence(x, x, group=ranks.group, first_token=0, total_vocab=3)
+    with pytest.raises(ValueError, match=r"sequence_dim needs an input of rows, \[\.\.\., hidden\]"):
+        kullback.linear_divergence(x[0], x, x[0], x, group=ranks.group, sequence_dim=0)
     with pytest.raises(ValueError, match="sequence_dim must be a dimension of rows, from 0 to 0; got 1"):
         kullback.linear_divergence(x, x, x, x, group=ranks.group, sequence_dim=1)
     with pytest.raises(ValueError, match="sequence_dim needs a teacher of hidden states or of entries"):
@@ -671,12 +717,17 @@ def check_compiled(ranks: Ranks):
     h, w, _, t, v, _ = models(torch.float32, (2 * ranks.world,), vocab=20)
     cuts = ranks.uneven(20)
     log_p, ids = log_p.to(ranks.device), ids.to(ranks.device)
+    labels = torch.tensor([0, 19, -100, 7], device=ranks.device)
     group = ranks.group  # Dynamo of torch 2.8 follows no property
     place = {"first_token": [0, *cuts][ranks.rank], "total_vocab": 20}
     cases = {
         "mean": (lambda a, b: kullback.divergence(a, b, "jensen_shannon", group=group), (x, y)),
         "none": (lambda a, b: kullback.divergence(a, b, reduction="none", group=group).square().sum(), (x, y)),
         "topk": (lambda a: kullback.topk_divergence(a, log_p, ids, group=group, **place), (x,)),
+        "labels": (
+            lambda a: kullback.divergence(a, a.detach(), form="log_probs", labels=labels, group=group, **place),
+            (x.log_softmax(-1),),
+        ),
         "linear": (lambda *a: kullback.linear_divergence(*a, group=group, **place), (h, w, t, v)),
         "sequence": (
             lambda *a: kullback.linear_divergence(*a, group=group, sequence_dim=0, **place),
@@ -793,11 +844,55 @@ def check_dtensors(ranks: Ranks):
             assert relative_error(leaf.grad.full_tensor(), gradient) < EXACT
 
 
+def check_weights_of_labels_alone(ranks: Ranks):
+    """The mean divides by a weight that is differentiated, and lies as rows do."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    x, w = torch.randn(4, 12, generator=generator()), torch.tensor([1.0, 2.0, 0.5, 3.0])
+    h, head = torch.randn(4, 3, generator=generator()), torch.randn(12, 3, generator=generator())
+    labels = torch.tensor([0, 1, 11, -100])
+    place = lambda t, placement: distribute_tensor(t.to(ranks.device), mesh, [placement]).detach()
+    alone = lambda a, **rows: kullback.divergence(a, None, **rows)
+    from_hidden = lambda *a, **rows: kullback.linear_divergence(*a, None, **rows)
+    for call, of_rows, tensors in (
+        (alone, Replicate(), ((x, Shard(1)),)),
+        (from_hidden, Replicate(), ((h, Replicate()), (head, Shard(0)))),
+        (from_hidden, Shard(0), ((h, Shard(0)), (head, Shard(0)))),
+    ):
+        leaf = w.clone().requires_grad_()
+        expected = call(*(t for t, _ in tensors), labels=labels, row_weight=leaf)
+        own = place(w, of_rows).requires_grad_()
+        loss = call(*(place(*each) for each in tensors), labels=place(labels, of_rows), row_weight=own)
+        assert relative_error(loss.full_tensor(), expected) < LOSS
+        expected.backward()
+        loss.backward()
+        assert relative_error(own.grad.full_tensor(), leaf.grad) < GRADIENT
+
+
 def check_refused_placements(ranks: Ranks):
     """Never a silent gather, never a wrong number: what lies otherwise is named."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    x, y = torch.randn(2, 4, 12)
+    x, y = torch.randn(2, 4, 12, device=ranks.device)
     place = lambda t, *placements: distribute_tensor(t, mesh, placements)
+    weight, labels = torch.tensor([1.0, 0.0, 3.0, 4.0]), torch.tensor([0, 1, 2, 11])
+    entries = torch.zeros(4, 1, device=ranks.device), torch.zeros(4, 1, dtype=torch.int64, device=ranks.device)
+    for option in ({"row_weight": weight}, {"labels": labels}):
+        (name,) = option
+        there = {name: place(option[name].to(ranks.device), Replicate())}
+        for call in (
+            lambda **given: kullback.divergence(x, y, **given),
+            lambda **given: kullback.topk_divergence(x, *entries, **given),
+            lambda **given: kullback.linear_divergence(x, y, x, y, **given),
+        ):
+            with pytest.raises(TypeError, match=f"{name} must all be DTensors, or none; input is none"):
+                call(**there)
+    with pytest.raises(TypeError, match="input, labels must all be DTensors, or none; labels is none"):
+        kullback.divergence(place(x, Shard(0)), None, labels=labels.to(ranks.device))
+    with pytest.raises(TypeError, match="normalizer must be a number or a plain tensor"):
+        kullback.divergence(x, y, normalizer=place(torch.tensor(2.0, device=ranks.device), Replicate()))
+    if ranks.device.type == "cpu":  # on a device an assertion
+        for at, of_labels in ((Shard(1), Replicate()), (Replicate(), Replicate())):
+            with pytest.raises(ValueError, match="labels must lie from 0 to 11, or be -100; got 50"):
+                kullback.divergence(place(x, at), place(y, at), labels=place(labels.where(labels < 9, 50), of_labels))
     by_tokens = place(x, Shard(1))
     with pytest.raises(ValueError, match=r"target must lie as the input does.*got \(Replicate"):
         kullback.divergence(by_tokens, place(y, Replicate()))
@@ -814,7 +909,7 @@ def check_refused_placements(ranks: Ranks):
     h, w, _, t, v, _ = models(
         torch.float32, (3,)
     )  # as FSDP2 leaves a head between its uses: sharded, and by no one's tokens
-    with pytest.raises(TypeError, match="must all be DTensors, or none; target_weight is none"):
+    with pytest.raises(TypeError, match="must all be DTensors, or none; input is none"):
         kullback.linear_divergence(h, place(w, Shard(0)), t, v)
     with pytest.raises(ValueError, match=r"weight must be sharded along its dimension 0.*got \(Replicate"):
         kullback.linear_divergence(*(place(q, Replicate()) for q in (h, w, t, v)))
@@ -902,6 +997,7 @@ GROUPS = {
     "rows": ROWS,
     "options": [
         check_forms,
+        check_masses_too_small_for_a_number,
         check_options,
         check_row_weights_gradient,
         check_collectives,
@@ -913,7 +1009,7 @@ GROUPS = {
         check_agreement,
     ],
     "traced": [check_transforms, check_compiled],
-    "dtensors": [check_dtensors, check_refused_placements, check_data_parallel],
+    "dtensors": [check_dtensors, check_weights_of_labels_alone, check_refused_placements, check_data_parallel],
 }
 SUITE = [*itertools.chain(*GROUPS.values())]
 

@@ -39,6 +39,14 @@ def widened(grad_out: Tensor) -> Tensor:
     return grad_out.to(kept_dtype(grad_out.dtype))
 
 
+def applied(function: Any, *arguments: Any) -> Any:
+    """What the Function returns. While a program is exported its operator alone, which is differentiated likewise.
+
+    Of a Function a strict export keeps the forward, and what is within has no gradient.
+    """
+    return function.forward(*arguments) if torch.compiler.is_exporting() else function.apply(*arguments)
+
+
 def weighing(operands: Operands, row_weight: Tensor) -> Operands:
     """With another row weight. (Dynamo of torch 2.8 knows of a NamedTuple no methods, properties or slices.)"""
     return Operands(operands.input, operands.target, row_weight, *tuple(operands)[3:])
@@ -274,7 +282,7 @@ def total(problem: Problem, operands: Operands, scale: float, dtype: torch.dtype
     x, y = operands.input, operands.target
     is_shared, traced = bool(problem.shard.group), is_traced(x, y)
     if traced and not is_shared:
-        return Total.apply(problem, scale, dtype, *distinct(operands))  # type: ignore[no-any-return]
+        return applied(Total, problem, scale, dtype, *distinct(operands))  # type: ignore[no-any-return]
     wants = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     waits = wants and waits_for_scaler(x, y)
     if (is_shared and (traced or waits)) or (waits and x.device.type == "cpu" and problem.has_logits):
@@ -290,7 +298,7 @@ def per_row(problem: Problem, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, `input.shape[:-1]`."""
     x, y = operands.input, operands.target
     if is_traced(x, y):
-        return PerRow.apply(problem, dtype, *distinct(operands))[0]  # type: ignore[no-any-return]
+        return applied(PerRow, problem, dtype, *distinct(operands))[0]  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad):
         return EagerPerRow.apply(problem, dtype, *operands)  # type: ignore[no-any-return]
     return library.row_losses(problem, operands, dtype)[0]

@@ -221,6 +221,12 @@ def valid_width(valid: int | None, most: int | None) -> int:
     return valid
 
 
+def is_of_padding(valid_vocab: int | None, group: ProcessGroup | None) -> bool:
+    """Whether a rank's slice of the vocabulary has no token that counts."""
+    is_number = isinstance(valid_vocab, numbers.Integral) and not isinstance(valid_vocab, bool)
+    return group is not None and is_number and valid_vocab == 0
+
+
 def check_group(group: ProcessGroup | None, first_token: int | None = None, total_vocab: int | None = None) -> None:
     if group is None:
         if first_token is not None or total_vocab is not None:
@@ -230,7 +236,7 @@ def check_group(group: ProcessGroup | None, first_token: int | None = None, tota
     if (first_token is None) != (total_vocab is None):
         raise ValueError(f"first_token and total_vocab go together; got {first_token} and {total_vocab}")
     for name, value in (("first_token", first_token), ("total_vocab", total_vocab)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt)):
             raise TypeError(f"{name} must be an integer; got {type(value).__name__}")
 
 
@@ -245,6 +251,8 @@ def check_slice(width: int, first_token: int | None, total_vocab: int | None) ->
     """Whether a slice of so many tokens that count lies in the whole vocabulary."""
     if first_token is None or total_vocab is None:
         return
+    if total_vocab < width:
+        raise ValueError(f"total_vocab must be no less than the {width} tokens of this slice; got {total_vocab}")
     if not 0 <= first_token <= total_vocab - width:
         raise ValueError(
             f"first_token must lie from 0 to {total_vocab - width}, with {width} tokens here and total_vocab "
@@ -265,6 +273,8 @@ def check_sequence(dim: int | None, input: Tensor, has_whole_rows: bool) -> None
     """Of rows of which each rank has a part along that dimension."""
     if dim is None:
         return
+    if input.dim() < 2:
+        raise ValueError(f"sequence_dim needs an input of rows, [..., hidden]; got {shape(input)}")
     if not 0 <= dim < input.dim() - 1:
         raise ValueError(f"sequence_dim must be a dimension of rows, from 0 to {input.dim() - 2}; got {dim}")
     if has_whole_rows:
@@ -532,16 +542,18 @@ def shape(tensor: Tensor, drop: int | None = None) -> str:
 def check_dtype(name: str, dtype: torch.dtype | None) -> None:
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} must be a torch.dtype; got {type(dtype).__name__}")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, FLOATS))}; got {dtype}")
 
 
 def widens_logits(dtype: torch.dtype | None, own: torch.dtype) -> bool:
-    """Whether logits of 16-bit operands are to be float32."""
+    """Whether logits of 16-bit operands, of either model, are to be float32."""
     check_dtype("logits_dtype", dtype)
     wide = kept_dtype(own)
     if dtype not in (None, own, wide):
         allowed = own if own == wide else f"{own} or {wide}"
         raise ValueError(f"logits_dtype must be {allowed}, of hidden states in {own}; got {dtype}")
-    return dtype != own
+    return dtype in (None, wide)
 
 
 def chunk_rows(given: SupportsIndex | None) -> int | None:

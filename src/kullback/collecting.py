@@ -130,6 +130,7 @@ def logits_at(problem: Problem, x: Tensor, labels: Tensor, dtype: torch.dtype) -
         return logits
     own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)), dtype)
     if group:
+        parallel.compare(problem, "statistics of labels")
         own = parallel.all_gather(own, parallel.resolved(group)).sum(0)
     return torch.where(labels < 0, torch.nan, own)
 
@@ -154,6 +155,7 @@ def _in_operators(problem: Problem, x: Tensor) -> Tensor:
     values = capped(x.to(accumulator(x)), side.softcap) * inverse_temperature(side, x.dtype == torch.float64)
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
+        parallel.compare(problem, "statistics of rows")
         lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
     parts = entropy_parts(problem, x, lse, compute_dtype(x, x))
     if group:

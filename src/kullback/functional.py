@@ -17,7 +17,7 @@ from kullback.divergences import Kind
 from kullback.forms import FORMS
 from kullback.gathered import gather
 from kullback.linear import Models
-from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, kept_dtype
+from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, as_ids, kept_dtype
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch, is_traced, untraced
@@ -231,10 +231,12 @@ def divergence(
     """
     scales = temperature, target_temperature, logit_scale, target_logit_scale, softcap, target_softcap
     checks.check_flag("inplace", inplace)
+    sharded.check_alike(input=input, target=target, row_weight=row_weight, labels=labels)
+    sharded.check_normalizer(normalizer, input)
     if target is None or checks.number("divergence_weight", divergence_weight) == 0:
         if target is not None:
             checks.check_pair(input, target)
-            if group is None or valid_vocab != 0:  # a rank may have a slice of padding alone
+            if not checks.is_of_padding(valid_vocab, group):
                 checks.valid_vocab(valid_vocab, input, target)
         if inplace:
             checks.check_inplace_options(form, reduction, divergence_weight=0)
@@ -261,7 +263,7 @@ def divergence(
     checks.check_smoothing(label_smoothing, group is not None or sharded.shares_vocab(input))
     shard = WHOLE
     if group is not None:
-        if valid_vocab == 0:  # a slice of padding alone
+        if checks.is_of_padding(valid_vocab, group):
             input, target, valid_vocab = input[..., :0], target[..., :0], None
         shard = parallel.shard(group)
     vocab = checks.valid_vocab(valid_vocab, input, target)
@@ -273,8 +275,7 @@ def divergence(
             raise ValueError(f"labels beside DTensors that share their vocabulary are of logits; got form {form!r}")
         if group is not None:
             shard, tokens = parallel.slice_of(group, tokens, first_token, total_vocab)
-        if not sharded.is_dtensor(labels):
-            checks.check_tokens(labels, tokens)
+        checks.check_tokens(labels.to_local() if sharded.is_dtensor(labels) else labels, tokens)
     weights_of_logits = weights if form == "logits" else DIVERGENCE_ALONE
     problem = checks.problem(params, kind, form, target_form, *scales, vocab, shard, weights_of_logits)
     dtype = checks.LOSS_DTYPES[input.dtype, target.dtype]
@@ -287,7 +288,7 @@ def divergence(
         operands = Operands(input, target, reduced.row_weight)
         ours = driver.per_row(problem, operands, dtype) * weights.divergence
         if labels is not None:
-            ours = ours + parallel.of_labels(problem, weights, input, labels, reduced.row_weight, dtype)
+            ours = ours + topk.of_labels(problem, weights, input, labels, reduced.row_weight, dtype)
         return reduced.finish(reduced.of_rows(ours))
     operands = Operands(input, target, reduced.row_weight, labels)
     if reduced.per_row:
@@ -497,16 +498,19 @@ def topk_divergence(
     checks.check_reduction(reduction, normalizer, input)
     checks.check_group(group, first_token, total_vocab)
     layout = None
-    if any(map(sharded.is_dtensor, (input, target_values, target_indices))):
+    of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
+    of_rows["labels"] = labels
+    sharded.check_alike(input=input, **of_rows)
+    sharded.check_normalizer(normalizer, input)
+    if sharded.is_dtensor(input):
         checks.valid_width(valid_vocab, input.size(-1))
-        of_rows = {"target_values": target_values, "target_indices": target_indices, "row_weight": row_weight}
-        of_rows["labels"] = labels
+        normalizer = sharded.whole(normalizer)
         local, layout = sharded.localised({"input": (input, -1)}, of_rows, valid_vocab, group)
         input, target_values, target_indices = (local[name] for name in ("input", "target_values", "target_indices"))
         row_weight, labels = local.get("row_weight"), local.get("labels")
         group, first_token, total_vocab, valid_vocab = layout.place
     checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
-    if valid_vocab == 0 and group is not None:  # a slice of padding alone
+    if checks.is_of_padding(valid_vocab, group):
         input, valid_vocab = input[..., :0], None
     vocab = checks.valid_width(valid_vocab, input.size(-1))
     width = vocab or input.size(-1)
@@ -680,6 +684,18 @@ def linear_divergence(
         "softcap": softcap,
         "target_softcap": target_softcap,
     }
+    sharded.check_alike(
+        input=input,
+        weight=weight,
+        bias=bias,
+        target=target,
+        target_weight=target_weight,
+        target_bias=target_bias,
+        target_indices=target_indices,
+        row_weight=row_weight,
+        labels=labels,
+    )
+    sharded.check_normalizer(normalizer, input)
     masks_later = False  # whether rows without a label are left out once each rank has all rows
     if target is None or checks.number("divergence_weight", divergence_weight) == 0:
         checks.check_name("tail", tail, checks.TAILS)
@@ -698,7 +714,8 @@ def linear_divergence(
     checks.check_group(group, first_token, total_vocab)
     models = Models(input, weight, bias, target, target_weight, target_bias, target_indices, row_weight, labels)
     layout = None
-    if any(map(sharded.is_dtensor, models)):
+    if sharded.is_dtensor(input):
+        normalizer = sharded.whole(normalizer)
         models, layout = _localised(models, valid_vocab, group)
         group, first_token, total_vocab, valid_vocab = layout.place
         sequence_dim = layout.sequence_dim
@@ -793,7 +810,7 @@ def _checked(models: Models, target_form: str | None, tail: str) -> Models:
 def _vocab(models: Models, valid_vocab: int | None, group: ProcessGroup | None) -> int:
     """How many tokens count; of a rank's slice of padding none."""
     tokens = models.weight.size(0)
-    if valid_vocab == 0 and group is not None:
+    if checks.is_of_padding(valid_vocab, group):
         return 0
     if models.ids is not None:
         return checks.valid_width(valid_vocab, tokens) or tokens
@@ -804,10 +821,11 @@ def _vocab(models: Models, valid_vocab: int | None, group: ProcessGroup | None) 
 def _gathered(models: Models, sequence_dim: int, group: ProcessGroup) -> Models:
     """The rows of all ranks."""
     gather_rows = functools.partial(parallel.all_gather_rows, dim=sequence_dim, group=group)
+    ids = models.ids if models.ids is None or models.ids.dtype in (torch.int32, torch.int64) else as_ids(models.ids)
     return models._replace(
         hidden=gather_rows(models.hidden, sums=True),
         target=gather_rows(models.target, sums=models.ids is None),
-        ids=None if models.ids is None else gather_rows(models.ids),
+        ids=None if ids is None else gather_rows(ids),
         row_weight=None if models.row_weight is None else gather_rows(models.row_weight),
         labels=None if models.labels is None else gather_rows(models.labels),
     )

@@ -223,8 +223,11 @@ class ModelRows:
             total.addmm_(d_logits.t(), hidden, beta=beta)
         elif total.device.type == "cuda":
             torch.addmm(total, d_logits.t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
-        else:
-            total.addmm_(d_logits.t().to(total.dtype), hidden.to(total.dtype), beta=beta)
+        else:  # some tokens at a time: a wider copy of all would be twice as large as they are
+            hidden = hidden.to(total.dtype)
+            for start in range(0, total.size(0), BLOCK):
+                tokens = slice(start, start + BLOCK)
+                total[tokens].addmm_(d_logits[:, tokens].t().to(total.dtype), hidden, beta=beta)
 
     def wait(self) -> None:
         """For the sums that have begun: what follows on this stream, and not the host."""
@@ -270,6 +273,8 @@ class Chunks:
             most_bytes = CHUNK_BYTES if shard.group else bytes_of_chunks(models.hidden.device)
             self.step, *kept = plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
         summing = shard.group if task.sums_hidden else ""
+        if summing:
+            parallel.compare(task.problem, f"gradients of hidden states: {task.wants[0]}, {task.wants[3]}")
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (
@@ -462,19 +467,25 @@ BATCHED = (
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
+def _operator_total(task: Task, scale: float, *models: Tensor | None) -> list[Tensor]:
+    arguments = *models, key_of(task), *as_arguments(scalars_of(task)), scale
+    return torch.ops.kullback.linear_total.default(*arguments)  # type: ignore[no-any-return]
+
+
+def _operator_per_row(task: Task, *models: Tensor | None) -> tuple[Tensor, Tensor]:
+    arguments = *models, key_of(task), *as_arguments(scalars_of(task))
+    return torch.ops.kullback.linear_per_row.default(*arguments)  # type: ignore[no-any-return]
+
+
 class LinearTotal(torch.autograd.Function):
     """scale · Σ row_weight · loss, and the gradients of all that wants one, found in the same pass."""
 
     @staticmethod
     def forward(ctx: Context, task: Task, scale: float, *models: Tensor | None) -> Tensor:
-        results: list[Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_total.default(
-                *models, key_of(task), *as_arguments(scalars_of(task)), scale
-            )
+            loss, *gradients = _operator_total(task, scale, *models)
         else:
-            results = sum_losses(task, Models._make(models), scale)
-        loss, *gradients = results
+            loss, *gradients = sum_losses(task, Models._make(models), scale)
         ctx.task, ctx.backend, ctx.count = task, backends.forced(), len(models)
         ctx.save_for_backward(*gradients)
         return loss
@@ -498,12 +509,10 @@ class LinearPerRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, task: Task, *models: Tensor | None) -> Tensor:
-        results: tuple[Tensor, Tensor]
         if is_traced(*(t for t in models if t is not None)):
-            results = torch.ops.kullback.linear_per_row.default(*models, key_of(task), *as_arguments(scalars_of(task)))
+            loss, state = _operator_per_row(task, *models)
         else:
-            results = row_losses(task, Models._make(models))
-        loss, state = results
+            loss, state = row_losses(task, Models._make(models))
         ctx.task, ctx.backend, ctx.count = task, backends.forced(), len(models)
         ctx.save_for_backward(state, *models)
         return loss
@@ -574,6 +583,8 @@ def total(task: Task, models: Models, scale: float) -> Tensor:
     """scale · Σ row_weight · loss, 0-d."""
     if any(task.wants) and waits_for_scaler(models.hidden, models.target):
         return (per_row(task, models).sum() * scale).to(task.dtype)
+    if torch.compiler.is_exporting():  # as of autograd.applied
+        return _operator_total(task, scale, *distinct(models))[0]
     return LinearTotal.apply(task, scale, *distinct(models))  # type: ignore[no-any-return]
 
 
@@ -582,4 +593,6 @@ def per_row(task: Task, models: Models) -> Tensor:
     if any(task.wants) and not torch.compiler.is_compiling():
         # What inference mode made cannot be saved for backward; a copy made outside of it can.
         models = Models._make(t.clone() if t is not None and t.is_inference() else t for t in models)
+    if torch.compiler.is_exporting():
+        return _operator_per_row(task, *distinct(models))[0]
     return LinearPerRow.apply(task, *distinct(models))  # type: ignore[no-any-return]

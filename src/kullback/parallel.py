@@ -24,9 +24,9 @@ from torch import distributed as dist
 from kullback import backends
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.forms import FORMS
-from kullback.labels import at_labels, in_slice, label_logits, losses, weighted_of_masses
+from kullback.labels import in_slice, label_logits, losses
 from kullback.outcomes import drop_rounding, reference, sum_of
-from kullback.problem import WHOLE, Problem, Shard, Weights, compute_dtype, kept_dtype
+from kullback.problem import WHOLE, Problem, Shard, compute_dtype, kept_dtype
 from kullback.state import (
     RowState,
     RowStats,
@@ -68,6 +68,12 @@ def checking_ranks() -> Iterator[None]:
 def shard(group: dist.ProcessGroup) -> Shard:
     """Of rows that a group shares."""
     return Shard(group.group_name)
+
+
+def compare(problem: Problem, what: str) -> None:
+    """Where ranks are to be checked, that all say the same of what they are about to do."""
+    if problem.shard.group and not torch.compiler.is_compiling() and _checks.get():
+        _check(resolved(problem.shard.group), what)
 
 
 def slice_of(
@@ -197,24 +203,6 @@ def _own_labels(work: Rows) -> Tensor | None:
     return in_slice(row_vector(labels, math.prod(x.shape[:-1])), work.problem.shard.first_token, width)
 
 
-def of_labels(
-    problem: Problem,
-    weights: Weights,
-    input: Tensor,
-    labels: Tensor,
-    row_weight: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`weighted_of_masses` of rows [..., vocab], whichever rank has the labels' tokens, and the gradient of each."""
-    values, shard = problem.narrow(input), problem.shard
-    here = in_slice(labels, shard.first_token, values.size(-1)) if shard.group else labels
-    own = at_labels(values, here)
-    if shard.group:
-        others = all_gather(torch.where(here < 0, 0.0, own.detach()), resolved(shard.group)).sum(0)
-        own = torch.where(here < 0, others, own)
-    return weighted_of_masses(weights, values, own, problem.input.form, labels, row_weight, dtype)
-
-
 def _pack(problem: Problem, record: RowStats | RowState) -> Tensor:
     return torch.stack(record[: len(fields(type(record), problem.formula.has_tilted_lse))])
 
@@ -263,7 +251,8 @@ def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
 def all_gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
     """Everyone's rows, along one of their dimensions; `sums`: of whose gradient each rank has a part."""
     if not torch.compiler.is_compiling() and _checks.get():
-        _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}")
+        wants = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
+        _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}, {wants} a gradient")
     return AllGatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
 
 
@@ -363,7 +352,9 @@ def _check_work(work: Rows | Gather, rows: int, how: str = "by collectives") -> 
     tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
     if isinstance(work, Rows):
         tensors |= {name: tensor for name, tensor in work.operands._asdict().items() if tensor is not None}
-    count = f"{rows} rows" + (f" of {work.ids.size(1)} entries" if isinstance(work, Gather) else "")
+    count = f"{rows} rows"
+    if isinstance(work, Gather):
+        count += f" of {work.ids.size(1)} entries and {work.others} more"
     shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
     dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
     _check(resolved(work.problem.shard.group), f"{shared}, {count}, {how}, {dtypes}")

@@ -38,6 +38,28 @@ def shares_vocab(tensor: Tensor) -> bool:
     return is_dtensor(tensor) and any(_is_shard(placement, tensor.dim() - 1) for placement in tensor.placements)
 
 
+def check_alike(**given: Tensor | None) -> None:
+    """That all that are given are DTensors, or none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return
+    are = {name: isinstance(tensor, module.DTensor) for name, tensor in given.items() if tensor is not None}
+    for name, is_one in are.items():
+        if not is_one and any(are.values()):
+            raise TypeError(f"{', '.join(are)} must all be DTensors, or none; {name} is none")
+
+
+def check_normalizer(normalizer: float | Tensor | None, input: Tensor) -> None:
+    """That it is no DTensor beside plain tensors."""
+    if isinstance(normalizer, Tensor) and is_dtensor(normalizer) and not is_dtensor(input):
+        raise TypeError("normalizer must be a number or a plain tensor where input is no DTensor; got a DTensor")
+
+
+def whole(normalizer: float | Tensor | None) -> float | Tensor | None:
+    """What a sum of local losses is divided by."""
+    return normalizer.full_tensor() if is_dtensor(normalizer) else normalizer
+
+
 class Driver(Protocol):
     """What differentiates rows: this module, or autograd.py."""
 
@@ -167,9 +189,7 @@ def _slice(vocab: int, mesh: DeviceMesh, dim: int) -> tuple[int, int]:
 def _checked(operands: Operands) -> tuple[DTensor, int | None]:
     """The input and the dimension of its mesh that shares the vocabulary, if one does, once it is known how all lie."""
     given = {name: tensor for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None}
-    for name, tensor in given.items():
-        if not is_dtensor(tensor):
-            raise TypeError(f"{', '.join(given)} must all be DTensors, or none; {name} is none")
+    check_alike(**given)
     input = given["input"]
     assert is_dtensor(input)
     vocab_dim = input.dim() - 1
@@ -238,9 +258,7 @@ def localised(
     _refuse(group)
     given = {**{name: tensor for name, (tensor, _) in of_tokens.items()}, **of_rows}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    for name, tensor in tensors.items():
-        if not is_dtensor(tensor):
-            raise TypeError(f"{', '.join(tensors)} must all be DTensors, or none; {name} is none")
+    check_alike(**tensors)
     head, (one, vocab_dim) = next(iter(of_tokens.items()))
     hidden = next(iter(of_rows.values()))
     assert is_dtensor(one)

@@ -127,21 +127,27 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     of_p, of_q = masses.p, masses.q
     if a is not None:
         of_p = of_q = geometric_mean(*masses[:5], a)
-    # A piece that lacks a side's mass is all said by the masses.
-    lacks = (masses.p == 0) | (masses.q == 0)
+    # A piece without a side's mass is all said by the masses. A mass that is too small for a number has a logarithm.
+    lacks = (masses.log_p == -math.inf) | (masses.log_q == -math.inf) | of_p.isinf()
 
     def total(outer: Tensor, inner: Tensor) -> Tensor:
         return (outer + torch.where(lacks, 0.0, inner)).sum(0)
 
+    def times(mass: Tensor, sums: Tensor) -> Tensor:
+        return torch.where(mass == 0, 0.0, mass * sums)
+
     # of_p·d_log_p + of_q·d_log_q, without the cancellation between them
-    term = torch.where(each.term == math.inf, math.inf, of_p * each.term + (of_q - of_p) * each.d_log_q)
+    term = times(of_p, each.term)
+    if a is None:
+        term = term + times(of_q - of_p, each.d_log_q)
+    term = torch.where(each.term == math.inf, math.inf, term)
     return RowStats(
         input_lse,
         target_lse,
         total(between.term, term),
-        total(between.d_log_p, of_p * each.d_log_p),
-        total(between.d_log_q, of_q * each.d_log_q),
-        torch.where(lacks, float(Mode.SAFE), each.mode).amax(0),
+        total(between.d_log_p, times(of_p, each.d_log_p)),
+        total(between.d_log_q, times(of_q, each.d_log_q)),
+        torch.where((masses.p == 0) | (masses.q == 0), float(Mode.SAFE), each.mode).amax(0),
         torch.zeros_like(input_lse),
     )
 

@@ -40,10 +40,22 @@ from kullback.gathered import (
     without_label,
     without_unread_rows,
 )
+from kullback.labels import at_labels, weighted_of_masses
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
 from kullback.outcomes import log_or_nothing, one_outcome, without_rounding
-from kullback.problem import DIVERGENCE_ALONE, UNSIGNED, Problem, Side, as_ids, decode, gathered_dtype, kept_dtype
+from kullback.problem import (
+    DIVERGENCE_ALONE,
+    IGNORED,
+    UNSIGNED,
+    Problem,
+    Side,
+    Weights,
+    as_ids,
+    decode,
+    gathered_dtype,
+    kept_dtype,
+)
 from kullback.tracing import is_traced
 from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector, weighted
 
@@ -71,11 +83,12 @@ def teacher(
     Rows of weight 0 do not count, whatever their entries.
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
+    parallel.compare(problem, f"entries: {of}")
     if indices.dtype in UNSIGNED:
         indices = as_ids(indices)
     read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
     if is_traced(values, indices) or (values.requires_grad and torch.is_grad_enabled()):
-        ids, target = ReadEntries.apply(values, indices, skipped, problem, read)
+        ids, target = autograd.applied(ReadEntries, values, indices, skipped, problem, read)
     else:
         ids, target = read_entries(problem, values, indices, skipped, read)
     if of.tail == "support":
@@ -390,7 +403,7 @@ autograd.differentiated(
 def on_gathered(teacher: Teacher, operands: Operands) -> tuple[Problem, Operands]:
     """The student and the teacher at the teacher's tokens, and the problem of the two: for any transform."""
     has_tail = teacher.has_tail or is_of_support(teacher.problem, teacher.has_tail)
-    gathered: Tensor = GatherRows.apply(operands.input, teacher.ids, teacher.problem, int(has_tail))
+    gathered: Tensor = autograd.applied(GatherRows, operands.input, teacher.ids, teacher.problem, int(has_tail))
     return _of_gathered(teacher, operands, gathered)
 
 
@@ -419,6 +432,25 @@ def of_gathered(
     return [of_kind.view(teacher.ids.shape[:-1]) for of_kind in losses]
 
 
+def of_labels(
+    problem: Problem,
+    weights: Weights,
+    input: Tensor,
+    labels: Tensor,
+    row_weight: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`weighted_of_masses` of rows [..., vocab], whichever rank has the labels' tokens, and the gradient of each."""
+    values = problem.narrow(input)
+    parallel.compare(problem, f"labels by {weights}")
+    if problem.shard.group:
+        ids = torch.where(labels == IGNORED, -1, labels).unsqueeze(-1)
+        own = autograd.applied(GatherRows, input, ids, problem, 0).squeeze(-1)
+    else:
+        own = at_labels(values, labels)
+    return weighted_of_masses(weights, values, own, problem.input.form, labels, row_weight, dtype)
+
+
 def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> Tensor:
     """row_weight · loss of each row, of a loss that is more than a divergence: of operators."""
     problem, input, row_weight, labels = teacher.problem, operands.input, operands.row_weight, operands.labels
@@ -430,9 +462,10 @@ def auxiliary_rows(teacher: Teacher, operands: Operands, dtype: torch.dtype) -> 
             losses = per_row(alone, Operands(input, operands.target, row_weight), dtype) * problem.weights.divergence
         if labels is None:
             return losses
-        return losses + parallel.of_labels(problem, problem.weights, input, labels, row_weight, dtype)
+        return losses + of_labels(problem, problem.weights, input, labels, row_weight, dtype)
     wide, places = with_labels(teacher.ids, labels)
-    gathered = without_unread_rows(GatherRows.apply(input, wide, problem, others_of(problem)), row_weight)
+    gathered = autograd.applied(GatherRows, input, wide, problem, others_of(problem))
+    gathered = without_unread_rows(gathered, row_weight)
     outcomes, mean = gathered.tensor_split([wide.size(-1) + 1], -1)
     lse = log_sum(outcomes).squeeze(-1)
     none = torch.where(torch.zeros_like(lse, dtype=torch.bool), lse, 0.0)  # the input's, should all weights be 0
