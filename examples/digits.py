@@ -51,6 +51,10 @@ def main() -> None:
     parser.add_argument("--students", type=int, default=5, help="of each kind (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="of training (default: %(default)s)")
     arguments = parser.parse_args()
+    if arguments.students < 1:
+        parser.error(f"--students must be at least 1; got {arguments.students}")
+    if not arguments.plot.resolve().parent.is_dir():
+        parser.error(f"--plot: there is no folder {arguments.plot.resolve().parent}")
     torch.set_num_threads(1)  # networks as small as these wait for a second thread longer than it helps
 
     digits = load_digits()

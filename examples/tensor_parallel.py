@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     if "LOCAL_WORLD_SIZE" not in os.environ:
-        parser.error("start it by torchrun, as above")
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/tensor_parallel.py")
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpus else torch.device("cpu")
     if has_gpus:

@@ -179,7 +179,7 @@ def test_other_weights_of_the_same_name_are_another_recording(loaded, text, tmp_
     for weights in (changed, former.flip(0)):
         with torch.no_grad():
             loaded.model.embedding.weight.copy_(weights)
-        with pytest.raises(runs.MismatchError, match="has another recording: model_fingerprint"):
+        with pytest.raises(runs.MismatchError, match=r"has another recording \(model_fingerprint"):
             recorded(loaded, text, tmp_path / "run")
 
 
@@ -257,10 +257,10 @@ def test_a_write_that_breaks_leaves_nothing(tmp_path):
 def test_another_recording_is_not_overwritten(loaded, text, tmp_path):
     recorded(loaded, text, tmp_path / "run")
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    with pytest.raises(runs.MismatchError, match="has another recording: dtype 'float32'; this one has 'float16'"):
+    with pytest.raises(runs.MismatchError, match=r"has another recording \(dtype: 'float32' there, 'float16' now\)"):
         recorded(loaded, text, tmp_path / "run", dtype=torch.float16)
     other = loaded._replace(model=Model().eval().requires_grad_(False))
-    with pytest.raises(runs.MismatchError, match="has another recording: head"):
+    with pytest.raises(runs.MismatchError, match=r"has another recording \(head"):
         recorded(other, text, tmp_path / "run")
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
 
@@ -446,6 +446,30 @@ def test_tokens_that_were_changed_are_noticed(loaded, text, tmp_path):
     (tmp_path / "run/run.json").write_text("{}")
     with pytest.raises(runs.MismatchError, match="is not of the format kullback-run/1"):
         runs.open_source(tmp_path / "run")
+
+
+def test_files_of_another_recording_are_noticed(loaded, text, tmp_path):
+    """A head, or a shard with as many rows, as where two recordings were copied into one folder."""
+    other = loaded._replace(model=Model().eval().requires_grad_(False))
+    recorded(loaded, text, tmp_path / "run")
+    recorded(other, text, tmp_path / "other")
+    shard = min((tmp_path / "run").glob("rows-*")).name
+    for name, words in ((runs.HEAD, "its checksum is another"), (shard, "is of another recording than run.json")):
+        before = (tmp_path / "run" / name).read_bytes()
+        (tmp_path / "run" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+        with pytest.raises(runs.MismatchError, match=words):
+            runs.Recording(tmp_path / "run")
+        (tmp_path / "run" / name).write_bytes(before)
+    runs.Recording(tmp_path / "run")
+
+
+def test_a_byte_order_mark_is_no_text(loaded, text, tmp_path):
+    marked = tmp_path / "marked.txt"
+    marked.write_text(text.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    for path in (text, marked):
+        recorded(loaded, path, tmp_path / path.stem)
+    tokens = [(tmp_path / path.stem / runs.TOKENS).read_bytes() for path in (text, marked)]
+    assert tokens[0] == tokens[1]
 
 
 def run(*arguments):

@@ -141,7 +141,7 @@ def info(
 def check() -> None:
     """Check every backend on this machine against float64: the truth table and a random grid.
 
-    It takes a minute or two, and the first time more, since kernels are compiled.
+    It takes minutes the first time, since kernels are compiled, and later some seconds on a CPU.
 
     Exit status 1 if anything is off.
     """

@@ -114,7 +114,7 @@ def record(
     try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
     except Exception as error:  # transformers, tokenizers and what quantised weights need have errors of all kinds
-        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        told = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, OSError | ValueError | SafetensorError):
             told = f"{model} cannot be read: {type(error).__name__}: {told}"
         raise typer.BadParameter(told, param_hint="MODEL") from error

@@ -160,9 +160,9 @@ def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None
     if path.suffix != ".jsonl":
         if column:
             raise MismatchError(f"--groups {column}: {path.name} has no columns; they are those of a .jsonl file")
-        yield path.read_text(encoding="utf-8"), None
+        yield path.read_text(encoding="utf-8-sig"), None
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -214,14 +214,6 @@ def header(loaded: Loaded, text: Text, what: str, dtype: torch.dtype, head_sha25
     }
 
 
-def sha256_of(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def fingerprint(model: Model) -> str:
     """Of all weights: names, shapes, and sums of their bits, plain and by places: the same on every device."""
     digest, states = hashlib.sha256(), model.state_dict()
@@ -248,7 +240,7 @@ def record(loaded: Loaded, text: Text, folder: Path, what: str, dtype: torch.dty
     head = integration.head_of(model)
     weights = {"weight": head.weight, **({} if head.bias is None else {"bias": head.bias})}
     weights = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
-    about = header(loaded, text, what, dtype, sha256_of(weights))
+    about = header(loaded, text, what, dtype, runs.tensors_sha256(weights))
     _check_known(folder, about)
     _check_tokens(model, text.tokens)
     check_own(folder)
@@ -319,7 +311,8 @@ def _write(
                         "cut the text by a smaller --window"
                     ) from error
                 tell(1)
-            kept = {what: torch.cat(parts), "first_row": torch.tensor(first)}
+            mark = torch.tensor(runs.mark_of(about))
+            kept = {what: torch.cat(parts), "first_row": torch.tensor(first), "recording": mark}
             replace(folder / shard, lambda path, kept=kept: save(kept, path))  # type: ignore[misc]
         first += rows
     return there
@@ -332,10 +325,8 @@ def _check_known(folder: Path, about: dict[str, Any]) -> None:
     known = runs.header_of(folder)
     other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
     if other:
-        raise MismatchError(
-            f"{folder} has another recording: {', '.join(f'{key} {known.get(key)!r}' for key in other)}; "
-            f"this one has {', '.join(repr(about[key]) for key in other)}. Give another folder, or delete that one"
-        )
+        differences = "; ".join(f"{key}: {known.get(key)!r} there, {about[key]!r} now" for key in other)
+        raise MismatchError(f"{folder} has another recording ({differences}): give another folder, or delete that one")
 
 
 def _rounding(model: Model) -> float:
@@ -398,7 +389,8 @@ def check_own(folder: Path) -> None:
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {"lost+found"}
     others = sorted(names - {*OWN} if runs.TOKENS in names else names)
     if others:
-        raise MismatchError(f"{folder} has other files ({', '.join(others)[:80]}): give a folder of its own")
+        some = ", ".join(others[:3]) + (", …" if others[3:] else "")
+        raise MismatchError(f"{folder} has other files ({some}): give a folder of its own")
 
 
 def _is_whole(shard: Path, what: str, rows: int) -> bool:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -365,7 +365,12 @@ class Recording:
             if "first_row" in held and table.whole == table.rows:
                 begins = ids(path, "first_row", held["first_row"]).reshape(-1).tolist()
                 if begins != [first]:
+                    begins = begins[0] if len(begins) == 1 else begins
                     raise MismatchError(f"{path} begins with row {begins}, and the shards before it have {first} rows")
+            if "recording" in held and table.whole == table.rows:
+                mark = ids(path, "recording", held["recording"]).reshape(-1).tolist()
+                if mark != [mark_of(self.about)]:
+                    raise MismatchError(f"{path} is of another recording than {HEADER}")
             first += table.rows
             yield table
         if first != len(self.layout.window):
@@ -384,6 +389,9 @@ class Recording:
                 f"{path}: weight must be [{self.vocab}, {hidden}], as {HEADER} has tokens and the shards have "
                 f"dimensions; it is {list(head.weight.shape)}"
             )
+        given = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+        if self.about["head"].get("sha256") not in (None, tensors_sha256(given)):
+            raise MismatchError(f"{path} is not what {HEADER} was written for: its checksum is another")
         return head
 
     def read(self, rows: Tensor, vocab: int, device: torch.device) -> Read:
@@ -446,6 +454,22 @@ WANTED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 def shard_names(count: int) -> list[str]:
     return [f"rows-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+
+def tensors_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def mark_of(about: Mapping[str, Any]) -> int:
+    """What shards carry, so that those of another recording are told."""
+    names = "model_fingerprint", "tokens_sha256", "head", "what", "dtype"
+    digest = hashlib.sha256(json.dumps([about.get(name) for name in names]).encode()).digest()
+    return int.from_bytes(digest[:7], "big")
 
 
 def tokens_sha256(tokens: Tensor) -> str:
