@@ -195,7 +195,7 @@ def bench(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the times into that PNG, PDF or SVG.")] = None,
 ) -> None:
-    """Time a loss beside its rivals, against the speed of reading its inputs, or of copying one of logits, in that run.
+    """Time a loss beside its rivals. Their ceiling is measured in the same run: reading the inputs, or copying logits.
 
     The default is KernelBench level 1, problem 98. Totals are checked against float64, and each of our rows. With too
     little memory fewer rows are taken, and that is said.

@@ -88,11 +88,14 @@ def record(
     Hidden states take 30 to 90 times less room than logits, and lose less than logits of 16 bits do. Each shard is
     written whole. If it is interrupted, the same command goes on where it ended.
 
-    Example, whose second line reads the reference's tokens again:
+    Example, whose second command takes the reference's tokens:
 
     - `kullback record ./model wiki.txt -o reference`
     - `kullback record ./model-q4.gguf reference -o q4`
     - `kullback compare reference q4`
+
+    Exit status: 0; 2 for usage, a MODEL that cannot be read or an output that cannot be written; 3 for all else that is
+    wrong; 130 if interrupted.
     """
     one_of("--what", what, ("hidden", "logits"))
     one_of("--dtype", dtype, STORED)
@@ -148,7 +151,10 @@ def compare(
     ],
     candidates: Annotated[list[Path], typer.Argument(readable=False, help="The same of each candidate.")],
     score: Annotated[
-        str, typer.Option(help="Which positions count: all; half, the second of each window, as llama.cpp; or N: on.")
+        str,
+        typer.Option(
+            help="Which positions count: all; half, the second of each window, as llama.cpp; or N: (from N on)."
+        ),
     ] = "",
     blocks: Annotated[
         str,
@@ -197,8 +203,7 @@ def compare(
     - `kullback compare reference q8 q4 --html report.html`
     - `kullback compare base.kld candidate.kld --compat llama.cpp`
 
-    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read, do not belong together, or have
-    not what is asked of them.
+    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read or do not fit; 130 if interrupted.
     """
     if compat:
         one_of("--compat", compat, (comparison_module.LLAMA_CPP,))

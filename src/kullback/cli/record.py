@@ -116,7 +116,7 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
         if len(parts) == windows:
             break
     if not parts:
-        raise MismatchError(f"{path} has no text of two tokens")
+        raise MismatchError(f"{path} has fewer than two tokens")
     return Text(
         torch.stack(parts),
         torch.tensor(document, dtype=torch.int32),
@@ -362,7 +362,9 @@ def _check_tokens(model: Model, tokens: Tensor) -> None:
     embedding, most = model.get_input_embeddings(), int(tokens.max())
     known = embedding.weight.size(0)
     if most >= known:
-        raise MismatchError(f"the text has the token {most}, and the model has {known}: is its tokenizer another?")
+        raise MismatchError(
+            f"the text has token {most}, and the model has {known} tokens: was the text tokenised for another model?"
+        )
     places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     longest = int((tokens != NO_TOKEN).sum(-1).max())
     if longest > places and any(

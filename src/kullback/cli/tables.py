@@ -108,7 +108,7 @@ def _overview(found: Found, candidates: list[Found], compat: bool) -> Table:
         rows[-1] += [number(floor["kl"]["percentiles"]["99"]), percent(floor["same_top"]["mean"])]
         note = "floor: the reference beside its own second recording."
         if any(each.get("below_floor") for each in candidates):
-            note += " * not above it: this KLD says nothing of the candidate."
+            note += " * not above the floor: this KLD says nothing of the candidate."
     return Table("Divergence from the reference", columns, rows, note, fixed=1)
 
 
