@@ -388,7 +388,7 @@ def test_lines_that_are_no_text_are_refused(loaded, tmp_path, line, words):
 def test_what_a_model_cannot_read_is_refused(loaded, text, tmp_path):
     read = record.read_text(text, loaded.tokenizer, WINDOW, None, None)
     read.tokens[2, 3] = VOCAB
-    with pytest.raises(runs.MismatchError, match=f"the text has the token {VOCAB}, and the model has {VOCAB}"):
+    with pytest.raises(runs.MismatchError, match=f"the text has token {VOCAB}, and the model has {VOCAB}"):
         record.record(loaded, read, tmp_path / "run", "hidden", torch.float32, lambda count: None)
     assert not (tmp_path / "run").exists()
     loaded.model.config.max_position_embeddings = WINDOW - 1

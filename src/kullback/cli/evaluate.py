@@ -203,7 +203,7 @@ def compare(
     - `kullback compare reference q8 q4 --html report.html`
     - `kullback compare base.kld candidate.kld --compat llama.cpp`
 
-    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that cannot be read or do not fit; 130 if interrupted.
+    Exit status: 0; 1 if files end early; 2 for usage; 3 for files that are unreadable or do not fit; 130 if stopped.
     """
     if compat:
         one_of("--compat", compat, (comparison_module.LLAMA_CPP,))
