@@ -158,6 +158,12 @@ def test_docstrings_are_short_and_stand_alone(path):
         assert not text.startswith("The same")
 
 
+def test_warnings_are_told_of_who_called():
+    """By notices.notice, which alone knows the line."""
+    found = [path.name for path in MODULES if "warnings.warn(" in path.read_text(encoding="utf-8")]
+    assert found == ["notices.py"]
+
+
 # What reviews found that no reader knows: the field's word is beside it
 PRIVATE = {
     "survey": "statistics",

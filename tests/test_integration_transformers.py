@@ -1,6 +1,7 @@
 """`student(**batch).loss` of Hugging Face models, with what people train them with. Models are tiny and random."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -338,12 +339,18 @@ def test_a_loss_of_more_than_labels_is_refused_where_it_counts():
     class WithZLoss(type(student)):
         def forward(self, *positional, **given):
             said = own(self, *positional, **given)
-            return said if said.loss is None else type(said)(loss=said.loss + 0.5, logits=said.logits)
+            more = 1e-4 * said.logits.float().logsumexp(-1).square().mean()
+            return said if said.loss is None else type(said)(loss=said.loss + more, logits=said.logits)
 
-    student.__class__ = WithZLoss
-    with pytest.raises(ValueError, match="label_weight counts the student's own loss, and WithZLoss's is more than"):
-        distil(student, teacher, label_weight=0.5)
-    distil(student, teacher).undo()
+    for dtype in (torch.float32, torch.bfloat16):
+        distil(student.to(dtype), teacher, label_weight=0.5).undo()
+        student.__class__ = WithZLoss
+        with pytest.raises(
+            ValueError, match="label_weight counts the student's own loss, and WithZLoss's is more than"
+        ):
+            distil(student, teacher, label_weight=0.5)
+        distil(student, teacher).undo()
+        student.__class__ = WithZLoss.__base__
 
 
 def test_accelerates_mixed_precision():
@@ -377,6 +384,7 @@ def test_accelerates_mixed_precision():
 def test_accelerates_hooks():
     """As a `device_map` gives them: the student's own, of which there is nothing to be moved, and its parts'."""
     from accelerate import dispatch_model
+    from accelerate.hooks import remove_hook_from_submodules
 
     student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
     expected = textbook(student, teacher, given)
@@ -387,7 +395,19 @@ def test_accelerates_hooks():
             distil(hooked, teacher)
         assert hooked.train()(**given).loss.item() == pytest.approx(expected.item(), rel=1e-5)
         assert hooked.eval()(**given).logits is not None
+        copied = copy.deepcopy(hooked)
     assert hooked.forward is before
+    with torch.no_grad():
+        for parameter in hooked.parameters():
+            parameter.zero_()
+    assert copied.eval()(**given).logits.abs().max() > 0  # of its own weights
+    hooked.forward = types.MethodType(lambda self, **batch: None, hooked)  # a trainer of TRL's
+    with pytest.raises(ValueError, match="its forward is another's"):
+        distil(hooked, teacher)
+    student = dispatch_model(model("Llama", 0), {"": "cpu"}, force_hooks=True)
+    with pytest.warns(RuntimeWarning, match="replaced by another's"), distil(student, teacher):
+        remove_hook_from_submodules(student)
+    assert student(**given).logits is not None
 
 
 def test_copies_of_data_parallel_are_refused():
@@ -401,7 +421,7 @@ def test_copies_of_data_parallel_are_refused():
         ):
             student(**given, num_items_in_batch=torch.tensor([9, 9]))
         student.model.embed_tokens.to("meta")
-        with pytest.raises(ValueError, match=r"input_ids are on cpu, and the student is on meta.*DataParallel"):
+        with pytest.raises(ValueError, match=r"input_ids are on cpu, and the student is on meta\. Batches of"):
             student(**given)
 
 
@@ -427,6 +447,11 @@ def test_weights_in_pieces_are_refused():
         parameter.ds_id, parameter.data = 0, parameter.data.new_empty(0)
     with pytest.raises(ValueError, match="student is kept in pieces by DeepSpeed"):
         distil(student, model("Llama", 1))
+    student = model("Llama", 0)
+    with distil(student, model("Llama", 1)):
+        student.lm_head.weight.ds_id = 0  # by a trainer that is made within
+        with pytest.raises(ValueError, match="the head is kept in pieces by DeepSpeed"):
+            student.train()(**batch())
     student = model("Llama", 0)
     student.lm_head.weight = torch.nn.Parameter(student.lm_head.weight.to("meta"))
     with pytest.raises(ValueError, match="on no device"):
@@ -554,8 +579,9 @@ def test_a_forward_that_another_replaced_is_told():
             student.train()(**given).loss.backward()
             distillation.undo()
         else:
-            with pytest.warns(RuntimeWarning, match="replaced by another's"):
+            with pytest.warns(RuntimeWarning, match="replaced by another's") as told:
                 distillation.undo()
+            assert told[0].filename == __file__
         assert "forward" not in vars(student)
     distillation = distil(student, teacher)
     del student.forward

@@ -697,6 +697,6 @@ def test_a_head_s_gradient_in_blocks_of_tokens(monkeypatch, generator):
     for block in (linear.BLOCK, 16):
         monkeypatch.setattr(linear, "BLOCK", block)
         leaf = w.clone().requires_grad_()
-        kullback.linear_divergence(h, leaf, t).backward()
+        kullback.linear_divergence(h, leaf, t, chunk_rows=2).backward()  # whose products are added in float32
         found.append(leaf.grad)
     torch.testing.assert_close(*found, rtol=1e-2, atol=1e-5)

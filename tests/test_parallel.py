@@ -226,6 +226,17 @@ def check_masses_too_small_for_a_number(ranks: Ranks):
         leaves = [ranks.slice(t).clone().requires_grad_() for t in (x, y)]
         loss = kullback.divergence(*leaves, kind, group=ranks.group)
         hold(ranks, loss, leaves, whole, gradients, torch.float64, kind)
+    own = slice(0, 20 // ranks.world)
+    alike = y.clone()
+    alike[:, own] = x[:, own] + 800.0  # within the slice nothing differs, and between slices all
+    assert kullback.divergence(ranks.slice(x), ranks.slice(alike), "chi2", group=ranks.group) == torch.inf
+    x[:, own] += 800.0
+    y[:, own] -= 800.0
+    x[:, 0] = -torch.inf  # where the other side's mass is no number
+    for kind, pair in (("kl", (x, y)), ("reverse_kl", (y, x)), ("jeffreys", (x, y)), ("reverse_kl", (x, y))):
+        whole = kullback.divergence(*pair, kind)
+        found = kullback.divergence(*map(ranks.slice, pair), kind, group=ranks.group)
+        assert relative_error(found, whole) < EXACT, (kind, found, whole)
 
 
 def check_a_slice_of_nothing(ranks: Ranks):

@@ -222,7 +222,7 @@ def valid_width(valid: int | None, most: int | None) -> int:
 
 
 def is_of_padding(valid_vocab: int | None, group: ProcessGroup | None) -> bool:
-    """Whether a rank's slice of the vocabulary has no token that counts."""
+    """Whether a rank's slice of the vocabulary has no token that counts. What is no integer is refused elsewhere."""
     is_number = isinstance(valid_vocab, numbers.Integral) and not isinstance(valid_vocab, bool)
     return group is not None and is_number and valid_vocab == 0
 

@@ -984,6 +984,7 @@ def topk_row_statistics(
     >>> found.mass, found.target_mass, found.overlap, found.agreement
     (tensor([0.6929]), tensor([0.8403]), tensor([0.5000]), tensor([False]))
     """
+    checks.check_memory(input=input, target_values=target_values, target_indices=target_indices)
     of_rows = row_statistics(
         input,
         labels=labels,

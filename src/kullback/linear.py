@@ -274,7 +274,7 @@ class Chunks:
             self.step, *kept = plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
         summing = shard.group if task.sums_hidden else ""
         if summing:
-            parallel.compare(task.problem, f"gradients of hidden states: {task.wants[0]}, {task.wants[3]}")
+            parallel.compare(task.problem, "gradients of hidden states:", task.wants[0], task.wants[3])
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (

@@ -70,10 +70,10 @@ def shard(group: dist.ProcessGroup) -> Shard:
     return Shard(group.group_name)
 
 
-def compare(problem: Problem, what: str) -> None:
+def compare(problem: Problem, what: str, *of: object) -> None:
     """Where ranks are to be checked, that all say the same of what they are about to do."""
     if problem.shard.group and not torch.compiler.is_compiling() and _checks.get():
-        _check(resolved(problem.shard.group), what)
+        _check(resolved(problem.shard.group), " ".join(map(str, (what, *of))))
 
 
 def slice_of(

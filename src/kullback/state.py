@@ -140,7 +140,9 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     term = times(of_p, each.term)
     if a is None:
         term = term + times(of_q - of_p, each.d_log_q)
-    term = torch.where(each.term == math.inf, math.inf, term)
+    # Infinite by whichever side is so at an element, if that side's mass is a number: as one row has it.
+    parts = times(of_p, each.d_log_p) + times(of_q, each.d_log_q)
+    term = torch.where(each.term == math.inf, torch.where(parts.isnan(), math.inf, parts), term)
     return RowStats(
         input_lse,
         target_lse,

@@ -83,7 +83,7 @@ def teacher(
     Rows of weight 0 do not count, whatever their entries.
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
-    parallel.compare(problem, f"entries: {of}")
+    parallel.compare(problem, "entries:", of)
     if indices.dtype in UNSIGNED:
         indices = as_ids(indices)
     read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
@@ -442,7 +442,7 @@ def of_labels(
 ) -> Tensor:
     """`weighted_of_masses` of rows [..., vocab], whichever rank has the labels' tokens, and the gradient of each."""
     values = problem.narrow(input)
-    parallel.compare(problem, f"labels by {weights}")
+    parallel.compare(problem, "labels by", weights)
     if problem.shard.group:
         ids = torch.where(labels == IGNORED, -1, labels).unsqueeze(-1)
         own = autograd.applied(GatherRows, input, ids, problem, 0).squeeze(-1)

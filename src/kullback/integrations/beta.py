@@ -18,6 +18,6 @@ def kind_of(beta: float, name: str = "beta") -> tuple[str, dict[str, Any]]:
     >>> kind_of(0), kind_of(0.3)
     (('kl', {}), ('jensen_shannon', {'beta': 0.3}))
     """
-    if not 0 <= beta <= 1:
+    if not 0 <= float(beta) <= 1:
         raise ValueError(f"{name} must lie from 0 to 1; got {beta}")
-    return ENDS.get(beta, ("jensen_shannon", {"beta": beta}))
+    return ENDS.get(float(beta), ("jensen_shannon", {"beta": float(beta)}))
