@@ -141,14 +141,15 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
     if a is None:
         term = term + times(of_q - of_p, each.d_log_q)
     # Infinite by whichever side is so at an element, if that side's mass is a number: as one row has it.
-    parts = times(of_p, each.d_log_p) + times(of_q, each.d_log_q)
+    d_log_p, d_log_q = times(of_p, each.d_log_p), times(of_q, each.d_log_q)
+    parts = d_log_p + d_log_q
     term = torch.where(each.term == math.inf, torch.where(parts.isnan(), math.inf, parts), term)
     return RowStats(
         input_lse,
         target_lse,
         total(between.term, term),
-        total(between.d_log_p, times(of_p, each.d_log_p)),
-        total(between.d_log_q, times(of_q, each.d_log_q)),
+        total(between.d_log_p, d_log_p),
+        total(between.d_log_q, d_log_q),
         torch.where((masses.p == 0) | (masses.q == 0), float(Mode.SAFE), each.mode).amax(0),
         torch.zeros_like(input_lse),
     )

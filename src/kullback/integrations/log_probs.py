@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from kullback import functional
+from kullback import checks, functional
+from kullback.problem import as_ids
 from kullback.tracing import is_traced
 
 
@@ -27,9 +28,9 @@ def slices_of(logits: Tensor, group: dist.ProcessGroup | None) -> dict[str, Any]
 
 def as_int64(name: str, ids: Tensor) -> Tensor:
     """Ids of tokens, whatever integers they are. Other numbers would be rounded to other tokens."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.dtype not in checks.IDS:
         raise TypeError(f"{name} must be of an integer dtype; got {ids.dtype}")
-    return ids.long()
+    return as_ids(ids)
 
 
 def check_tokens(name: str, ids: Tensor, vocab: int) -> None:

@@ -100,6 +100,7 @@ NO_OPTIONS = {
     **dict.fromkeys(("group", "first_token", "total_vocab", "sequence_dim"), "each process has whole heads and rows"),
 }
 DATA_PARALLEL = "nn.DataParallel's copies of a student are not distilled: start a process for each GPU, by torchrun"
+IN_PIECES = "is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read"
 # What a model's forward takes and its decoder does not.
 NOT_OF_DECODERS = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict", "use_cache")
 
@@ -333,7 +334,7 @@ def _unwrapped(name: str, model: Model) -> Model:
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no head: get_output_embeddings() is None")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ValueError(f"{name} is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read")
+        raise ValueError(f"{name} {IN_PIECES}")
     return model
 
 
@@ -359,9 +360,7 @@ def head_of(model: Model) -> Head:
         raise ValueError(f"the head is a {type(base).__name__}, which is more than a weight and a bias")
     weight, bias = base.weight, base.bias
     if hasattr(weight, "ds_id"):
-        raise ValueError(
-            "the head is kept in pieces by DeepSpeed (ZeRO-3), which a loss from hidden states cannot read"
-        )
+        raise ValueError(f"the head {IN_PIECES}")
     if weight.is_meta:
         raise ValueError("the head's weight is on no device, as where accelerate has offloaded it: keep it on the GPU")
     if hasattr(weight, "device_mesh"):
