@@ -984,7 +984,10 @@ def topk_row_statistics(
     >>> found.mass, found.target_mass, found.overlap, found.agreement
     (tensor([0.6929]), tensor([0.8403]), tensor([0.5000]), tensor([False]))
     """
+    checks.check_tensor("input", input)
     checks.check_memory(input=input, target_values=target_values, target_indices=target_indices)
+    checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
+    checks.notice_logits("target_values", target_values, target_indices, target_form, None)
     of_rows = row_statistics(
         input,
         labels=labels,
@@ -994,8 +997,6 @@ def topk_row_statistics(
         softcap=softcap,
         valid_vocab=valid_vocab,
     )
-    checks.check_entries("target_values", target_values, target_indices, input, target_form, tail)
-    checks.notice_logits("target_values", target_values, target_indices, target_form, None)
     valid = input[..., : valid_vocab or input.size(-1)]
     problem = _problem_of_entries({}, "kl", form, temperature, target_temperature, logit_scale, softcap)
     asked = topk.entries_of(target_form, tail, form, valid.size(-1))
