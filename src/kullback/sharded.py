@@ -249,7 +249,7 @@ def localised(
     valid_vocab: int | None,
     group: ProcessGroup | None,
 ) -> tuple[dict[str, Tensor], Layout]:
-    """This device's part of each tensor that is given, and how they lie.
+    """This device's part of each tensor that is given, all of them DTensors, and how they lie.
 
     `of_tokens` come with their dimension of tokens; of the others the first says how rows lie.
     """
@@ -258,7 +258,6 @@ def localised(
     _refuse(group)
     given = {**{name: tensor for name, (tensor, _) in of_tokens.items()}, **of_rows}
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    check_alike(**tensors)
     head, (one, vocab_dim) = next(iter(of_tokens.items()))
     hidden = next(iter(of_rows.values()))
     assert is_dtensor(one)
