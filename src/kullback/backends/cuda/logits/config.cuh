@@ -126,9 +126,9 @@
    alternate with others. */
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
-/* Whether Σ exp and moments are summed with what each addition rounds: a row's sum is what is left where they cancel. Of short rows a
-   thread adds little. */
-#define COMPENSATES (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32)
+/* Whether a thread keeps the largest parts of Σ exp and of moments out of its sums, so that what others add is not rounded as those
+   are: a row's sum is what is left where they cancel. Of short rows a thread adds little. */
+#define KEEPS_LARGEST (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32)
 
 /* A sum above this was no number */
 #define MAX_SUM 1e15f

@@ -19,20 +19,12 @@ namespace kullback {
 /* No logit, but all that are masked by the least float lie below it */
 #define LOWEST_MAX -1e30f
 
-/* sum += part, and what that rounds (Knuth, TAOCP 2, 4.2.2) */
-INLINE void add_exactly(float &sum, float &rest, float part)
-{
-    const float whole = sum + part, added = whole - sum;
-    rest += (sum - (whole - added)) + (part - added);
-    sum = whole;
-}
-
 /* What a row holds, each side's masses measured against a maximum: 2^(x·scale - max·scale), where a scale is
    base_2(inv_temperature) and the second product is rounded. */
 struct RowStats {
     float x_max = 0, y_max = 0, x_sum_exp = 0, y_sum_exp = 0;
     float moments[MOMENTS + !MOMENTS] = {}; /* of divergences.py those that are wanted, and what foresees slopes; to base 2 */
-    float rests[2 + MOMENTS] = {}; /* of this thread's sums (COMPENSATES) */
+    float largest[2 + MOMENTS] = {}; /* of this thread's vector of most mass, which its sums lack (KEEPS_LARGEST) */
 #if WANT_FIGURES
     float weighted_exponents = 0; /* Σ of the input's masses times their exponents: this thread's part */
 #endif
@@ -92,8 +84,9 @@ struct RowStats {
             add(parts[CHERNOFF], ex2(fmaf(a.exponent, y_exponent, (1 - a.exponent) * (GUARDED ? finite_ratio(x_exponent) : x_exponent))));
 #endif
         }
-        add_part(x_sum_exp, 0, x_part);
-        add_part(y_sum_exp, 1, y_part);
+        const bool is_x_largest = x_part > largest[0], is_y_largest = y_part > largest[1];
+        add_part(x_sum_exp, 0, x_part, is_x_largest);
+        add_part(y_sum_exp, 1, y_part, is_y_largest);
 #if WANT_FIGURES
         weighted_exponents += weighted_part;
 #endif
@@ -102,16 +95,16 @@ struct RowStats {
 #endif
 #pragma unroll
         for (int m = 0; m < MOMENTS; m++)
-            add_part(moments[m], 2 + m, parts[m]);
+            add_part(moments[m], 2 + m, parts[m], m == P_LOG_RATIO && HAS_P_LOG_RATIO ? is_y_largest : is_x_largest);
     }
 
 private:
-    INLINE void add_part(float &sum, int place, float part)
+    /* What is no number goes to the sum. */
+    INLINE void add_part(float &sum, int place, float part, bool is_largest)
     {
-        if (COMPENSATES)
-            add_exactly(sum, rests[place], part);
-        else
-            sum += part;
+        sum += KEEPS_LARGEST && is_largest ? largest[place] : part;
+        if (KEEPS_LARGEST && is_largest)
+            largest[place] = part;
     }
 };
 
@@ -124,13 +117,13 @@ enum {
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
     enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED + (SPREAD_SHARED && HAS_PEERS) };
-#if COMPENSATES
+#if KEEPS_LARGEST
     typedef double Wide;
 #else
     typedef float Wide;
 #endif
     Wide values[OVERLAP + OVERLAP_SHARED];
-    const auto whole = [&](float sum, int place) { return (Wide)sum + (Wide)stats.rests[place]; };
+    const auto whole = [&](float sum, int place) { return (Wide)sum + (Wide)stats.largest[place]; };
     values[0] = whole(stats.x_sum_exp, 0);
     values[1] = whole(stats.y_sum_exp, 1);
 #pragma unroll
