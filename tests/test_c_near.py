@@ -7,7 +7,7 @@ import kullback
 from kullback import backends
 from kullback.backends.near import FLOAT_RADIUS, FLOAT_TOLERANCE, over_root, term_over_root
 from kullback.divergences import DIVERGENCES
-from kullback.problem import Problem, Side, element_at, has_corner
+from kullback.problem import Problem, Side, element_at
 from kullback.state import Mode, RowState, packed, state_fields
 from kullback.work import Operands, Rows
 from tests import kinds, oracle
@@ -15,8 +15,6 @@ from tests.samples import sample
 from tests.tolerances import FLOAT_GRADIENT, LOSS, relative_error
 
 pytestmark = pytest.mark.parametrize("backend", ["c"], indirect=True)
-
-SMOOTH = [kind for kind in DIVERGENCES if not has_corner(kind)]
 
 
 def modes_of(kind, x, y, temperatures=(1.0, 1.0)):
@@ -34,7 +32,7 @@ def near_rows(generator, rows=6, vocab=1203, apart=0.12):
 
 
 @pytest.mark.parametrize("share", [None, 0.05, 0.3, 0.7, 0.95])
-@pytest.mark.parametrize("kind", SMOOTH)
+@pytest.mark.parametrize("kind", kinds.SMOOTH)
 def test_polynomials_are_as_exact_as_floats(backend, kind, share):
     defaults = list(DIVERGENCES[kind].defaults.values())
     parameter = share if share is not None and defaults else (*defaults, 0.0)[0]
@@ -127,7 +125,7 @@ def test_symmetric_kinds_under_a_softcap(backend, generator, kind, apart):
 
 def test_equal_rows_lose_nothing(backend, generator):
     x = sample("logits", (3, 700), generator, torch.float32)
-    for kind in SMOOTH:
+    for kind in kinds.SMOOTH:
         leaf = x.clone().requires_grad_()
         loss = kullback.divergence(leaf, x, kind, **kinds.parameters(kind))
         assert loss == 0

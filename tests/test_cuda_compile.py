@@ -495,7 +495,7 @@ def test_every_operation_exists_under_every_prefix(prefix):
     """A kind may use any of the vocabulary in any form."""
     text = inlined("cuda/logits/fast_math.cuh", {}) + inlined("cuda/math.cuh", {})
     wanted = TENSOR.keys() - INFIX - LOWERED - (OF_LOGITS if prefix == "in_range_" else set())
-    assert wanted <= set(re.findall(rf"\b{prefix}(\w+)", text))
+    assert wanted <= set(re.findall(rf"(?:#define |INLINE real ){prefix}(\w+)", text))
 
 
 @pytest.mark.parametrize(("is_coarse", "count"), [(True, 7), (False, 10)], ids=["coarse", "fine"])

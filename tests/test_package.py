@@ -1,5 +1,8 @@
 """What is published: one version, an sdist that is the repository, a wheel that has all that runs, and what CI runs."""
 
+import ast
+import importlib
+import inspect
 import os
 import re
 import runpy
@@ -136,3 +139,26 @@ def test_forms_keep_their_schemas(schema, name):
         *(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"),
         *("--default-filetype", "yaml", ROOT / name),
     )
+
+
+@pytest.mark.parametrize("path", sorted(path for path in tracked("benchmarks") if path.endswith(".py")))
+def test_benchmarks_use_what_there_is(path):
+    """No test runs them."""
+    tree = ast.parse(read(path))
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kullback":
+            home = importlib.import_module(node.module)
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found = getattr(home, alias.name) if hasattr(home, alias.name) else importlib.import_module(name)
+                if inspect.ismodule(found):
+                    modules[alias.asname or alias.name] = found
+        elif isinstance(node, ast.Import) and any(alias.name == "kullback" for alias in node.names):
+            modules["kullback"] = kullback
+    used = {
+        (node.value.id, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+    }
+    assert [f"{name}.{attribute}" for name, attribute in used if not hasattr(modules[name], attribute)] == []

@@ -104,8 +104,8 @@ def begin(problem: Problem, operands: Operands) -> Begun | None:
     rows, dtype = math.prod(x.shape[:-1]), kept_dtype(x.dtype)
     logit = None
     if labels is not None:
-        dtype_of_loss = compute_dtype(x, operands.target)
-        logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows), dtype_of_loss)
+        dtype_of_logit = compute_dtype(x, operands.target)
+        logit = logits_at(problem, problem.narrow(as_rows(x)), row_vector(labels, rows), dtype_of_logit)
         if operands.row_weight is not None:
             logit = logit.masked_fill(row_vector(operands.row_weight, rows) == 0, torch.nan)
     return Begun(x.shape[:-1], dtype, x.new_zeros((2, rows), dtype=accumulator(x)), logit)

@@ -335,7 +335,7 @@ def renyi(x: Pair, alpha: Value) -> Element:
 
 def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -> Element:
     """(a·p + (1-a)·q - w) / (a(1-a)), w = p^a q^(1-a) / exp(tilted_lse), and a finish of log Σ p^a q^(1-a)."""
-    other = 1.0 - alpha
+    other, scale = 1.0 - alpha, tilted_scale(alpha)
     w = exp(log_geometric_mean(x.p, x.q, x.log_p, x.log_q, x.ratio, alpha) - x.tilted_lse)
     over_p, over_q = -(other * x.ratio) - x.tilted_lse, alpha * x.ratio - x.tilted_lse  # log(w/p), log(w/q)
     p_less = select_near(over_p, 0.5, -(x.p * small_expm1(over_p)), x.p - w)
@@ -345,13 +345,18 @@ def tilted_shortfall(x: Pair, alpha: Value, finish: Callable[[Value], Finish]) -
     is_of_q = alpha * alpha < 0.25
     mass, ratio = where(is_of_q, x.q, x.p), where(is_of_q, -x.ratio, x.ratio)
     own, opposite = where(is_of_q, other, alpha), where(is_of_q, alpha, other)
-    near = mass * ((1.0 / own) * exp_remainder(ratio) - 1.0 / (alpha * other) * exp_remainder(opposite * ratio))
+    near = mass * ((1.0 / own) * exp_remainder(ratio) - 1.0 / scale * exp_remainder(opposite * ratio))
     return Element(
         select_near(absolute(x.ratio) + absolute(x.tilted_lse), 0.5, near, d_log_p + d_log_q),
         d_log_p,
         d_log_q,
-        lambda total: finish(x.tilted_lse + log_of_rest(alpha * other * total)),
+        lambda total: finish(x.tilted_lse + log_of_rest(scale * total)),
     )
+
+
+def tilted_scale(alpha: Value) -> Value:
+    """By which a sum of `tilted_shortfall` is multiplied to be 1 - Σ p^a q^(1-a), over exp(tilted_lse)."""
+    return alpha * (1.0 - alpha)
 
 
 def log_of_rest(shortfall: Value) -> Value:

@@ -17,7 +17,7 @@ from kullback import autograd
 from kullback.problem import Problem
 from kullback.problem import Shard as Sharded
 from kullback.tracing import PLAIN
-from kullback.work import Operands
+from kullback.work import OF_ROWS, Operands
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -203,7 +203,7 @@ def _checked(operands: Operands) -> tuple[DTensor, int | None]:
     shared = shares[0] if shares else None
     for name, tensor in given.items():
         assert is_dtensor(tensor)
-        wanted = tuple(_of_rows(input.placements, shared)) if name in Operands._fields[2:] else input.placements
+        wanted = tuple(_of_rows(input.placements, shared)) if name in OF_ROWS else input.placements
         if tensor.device_mesh != input.device_mesh or tensor.placements != wanted:
             raise ValueError(
                 f"{name} must lie as the input does, {wanted}; got {tensor.placements}: "

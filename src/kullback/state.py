@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kullback.divergences import Pair, log_of_rest
+from kullback.divergences import Pair, log_of_rest, tilted_scale
 from kullback.formula import geometric_mean, log_difference, log_geometric_mean, select_near
 from kullback.problem import Problem, accumulator
 
@@ -157,14 +157,16 @@ def merge_stats(problem: Problem, pieces: Sequence[RowStats]) -> RowStats:
 
 def _merge_tilted(problem: Problem, each: RowStats, input_lse: Tensor, target_lse: Tensor) -> RowStats:
     """`merge_stats` of a kind that is finished with log Σ p^a q^(1-a); its sums are all one, but for a factor."""
-    a = problem.parameter
+    a = problem.chernoff_exponent
+    assert a is not None
+    scale = tilted_scale(a)
     masses = _pair(each.target_lse - target_lse, each.input_lse - input_lse)
     lacks = (masses.p == 0) | (masses.q == 0)
     log_of = log_geometric_mean(masses.p, masses.q, masses.log_p, masses.log_q, masses.ratio, a)
-    log_parts = log_of + torch.where(log_of.isinf(), 0.0, each.tilted_lse + log_of_rest(a * (1 - a) * each.term))
+    log_parts = log_of + torch.where(log_of.isinf(), 0.0, each.tilted_lse + log_of_rest(scale * each.term))
     tilted_lse = far_tilted_lse(log_parts.logsumexp(0))
-    between = problem.divergence(masses, a)
-    of_far = (log_of.exp() - log_parts.exp()) / (a * (1 - a))
+    between = problem.divergence(masses, *problem.parameters.values())
+    of_far = (log_of.exp() - log_parts.exp()) / scale
 
     def total(of_pieces: Tensor, own: Tensor, factor: float) -> Tensor:
         within = torch.where(each.tilted_lse == 0, log_of.exp() * own, factor * of_far)

@@ -89,12 +89,12 @@ def enable_symmetric_memory(
         if not isinstance(time, datetime.timedelta):
             raise TypeError(f"timeout must be a datetime.timedelta; got {type(time).__name__}")
     if len(set(of_ranks)) > 1:
-        raise ValueError(f"rows must be the same on all ranks, got {', '.join(map(str, of_ranks))}")
+        raise ValueError(f"rows must be the same on all ranks; got {', '.join(map(str, of_ranks))}")
     most = (1 << 32) // (PACKETS * group.size()) - 1
     if not 1 <= rows <= most:
-        raise ValueError(f"rows must be from 1 to {most}, got {rows}")
+        raise ValueError(f"rows must be from 1 to {most}; got {rows}")
     if min(timeouts) <= datetime.timedelta():
-        raise ValueError(f"timeout must be positive, got {min(timeouts)}")
+        raise ValueError(f"timeout must be positive; got {min(timeouts)}")
     packets = _attempted(group, lambda: _packets(rows * group.size()))
     _buffers[group] = _attempted(group, lambda: _exchanged(packets, group, rows, timeout))
 

@@ -31,6 +31,9 @@ class Operands(NamedTuple):
         return self[2:]
 
 
+OF_ROWS = Operands._fields[2:]
+
+
 class Peers(NamedTuple):
     """Memory in which ranks that each have a slice of the rows find what others sent (symmetric.py)."""
 

@@ -5,15 +5,14 @@
 #define HAS_TILTED_LSE 0
 #define FAR_TILTED_LSE 0.5f
 typedef struct { real input_inv_temperature, input_max, input_inv_sum_exp, input_log_sum_exp, input_grad_sum, target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum, log_z_diff_high, log_z_diff_low, tilted_lse; } Row;
-typedef struct { real beta; } Parameters;
 typedef struct { real term, d_log_p, d_log_q, input, target, q_minus_p; } Element;
 typedef struct { double loss, derivative; } Finish;
 
-INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
+INLINE Element safe_element(real x, real y, Row row, real parameter)
 {
     const real v0 = safe_exp(y);
-    const real v1 = parameters.beta * v0;
-    const real v2 = (real)1.0 - parameters.beta;
+    const real v1 = parameter * v0;
+    const real v2 = (real)1.0 - parameter;
     const real v3 = safe_exp(x);
     const real v4 = v2 * v3;
     const real v5 = v1 + v4;
@@ -32,8 +31,8 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
     const real v19 = v2 * v18;
     const real v21 = (v19 < (real)-1.0) ? (real)-1.0 : v19;
     const real v22 = safe_bennett(v21);
-    const real v23 = parameters.beta * v22;
-    const real v24 = parameters.beta * v18;
+    const real v23 = parameter * v22;
+    const real v24 = parameter * v18;
     const real v25 = -v24;
     const real v27 = (v25 < (real)-1.0) ? (real)-1.0 : v25;
     const real v28 = safe_bennett(v27);
@@ -47,7 +46,7 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
     const real v37 = ((real)0.0 < v16) ? v36 : v35;
     const real v38 = safe_select_near(v21, (real)0.25, v32, v37);
     const real v39 = safe_mass_times(v0, v38);
-    const real v40 = parameters.beta * v39;
+    const real v40 = parameter * v39;
     const real v41 = safe_log1p(v27);
     const real v42 = v35 - v6;
     const real v43 = ((real)0.0 < v16) ? v35 : v42;
@@ -58,7 +57,7 @@ INLINE Element safe_element(real x, real y, Row row, Parameters parameters)
     return result;
 }
 
-INLINE Finish finish(double total, double tilted_lse, Parameters parameters)
+INLINE Finish finish(double total, double tilted_lse, real parameter)
 {
     Finish result = { total, (double)1.0 };
     return result;

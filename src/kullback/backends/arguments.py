@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kullback.work import Operands, Rows
+from kullback.work import OF_ROWS, Rows
 
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
 DECLARATION = re.compile(r"(?P<type>.*?)(?P<name>\w+)(?:\[(?P<count>\w+)\])?$")
@@ -66,7 +66,7 @@ def table(names: Iterable[str]) -> Table:
     return scope["arguments"]
 
 
-def after_tensors(names: Iterable[str], of_rows: Sequence[str] = Operands._fields[2:]) -> list[str]:
+def after_tensors(names: Iterable[str], of_rows: Sequence[str] = OF_ROWS) -> list[str]:
     """Those that follow the tensors of a record `Rows`: these come first, in its order, and are passed as they are.
 
     `of_rows`: which operands that have a number for each row a kernel takes.
@@ -84,11 +84,7 @@ def structure(fields: dict[str, str]) -> type[ctypes.Structure]:
     return type("Arguments", (ctypes.Structure,), {"_fields_": kinds})
 
 
-WIRE_TYPES = {
-    "float": "double",
-    "double": "double",
-    "Parameters": "double",
-}  # how numbers are passed; others as long long
+WIRE_TYPES = dict.fromkeys(("float", "double", "real"), "double")  # how numbers are passed; others as long long
 
 
 def print_entry(kernel: str, bounds: str, structs: dict[str, dict[str, str]]) -> str:
@@ -99,9 +95,7 @@ def print_entry(kernel: str, bounds: str, structs: dict[str, dict[str, str]]) ->
         for name, kind in fields.items():
             wire = kind if "*" in kind else WIRE_TYPES.get(kind, "long long")
             signature.append(f"{wire} {name}")
-            value = (
-                name if kind == wire else f"{kind} {{ (real){name} }}" if kind == "Parameters" else f"({kind}){name}"
-            )
+            value = name if kind == wire else f"({kind}){name}"
             parts.setdefault(re.sub(r"_\d+$", "", name), []).append(value)
         grouped = (part[0] if len(part) == 1 else f"{{ {', '.join(part)} }}" for part in parts.values())
         values.append(f"{{ {', '.join(grouped)} }}")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kullback.backends.lowering import (
-    WITH_CORNER,
     described_terms,
     has_sum_in_masses,
     lowered,
     near_element,
     slopes_of,
+    with_corner,
 )
 from kullback.backends.near import MOST_TERMS, NEAR_TOLERANCE, WIDE, shortest_fit, term_over_root
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
@@ -36,7 +36,7 @@ ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "q_minus_p")
 
 
 def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, ...] = ("safe_",)) -> str:
-    """`Row`, `Parameters`, `Element safe_element(x, y, row, parameters)` and the row's `finish`.
+    """`Row`, `Element safe_element(x, y, row, parameter)` and the row's `finish`.
 
     The template that pastes it defines `real`, `INLINE` and the `safe_` functions, and likewise for each further
     prefix, which makes a further `element`. What an inlined caller does not use of an `Element` costs nothing.
@@ -61,15 +61,13 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
         "HAS_TILTED_LSE": traced.has_tilted_lse,
         "FAR_TILTED_LSE": f"{FAR_TILTED_LSE}f",
     }
-    parameter = DIVERGENCES[kind].parameter
     return f"""\
 {print_macros(macros)}typedef struct {{ real {", ".join(ROW_VARIABLES)}; }} Row;
-typedef struct {{ real {"none" if parameter is None else parameter.name}; }} Parameters;
 typedef struct {{ real {", ".join(ELEMENT)}; }} Element;
 typedef struct {{ double loss, derivative; }} Finish;
 
 {elements}
-INLINE Finish finish(double total, double tilted_lse, Parameters parameters)
+INLINE Finish finish(double total, double tilted_lse, real parameter)
 {{
 {finish}    Finish result = {{ {finished["loss"]}, {finished["derivative"]} }};
     return result;
@@ -78,7 +76,7 @@ INLINE Finish finish(double total, double tilted_lse, Parameters parameters)
 
 
 def print_slopes(kind: str) -> str:
-    """Of a kind that has slopes, `Parts fast_parts(x, y, row, parameters)`: masses and slopes of an element of logits.
+    """Of a kind that has slopes, `Parts fast_parts(x, y, row, parameter)`: masses and slopes of an element of logits.
 
     Slopes are what is left of them when the row's `fast_coefficients` are taken out; the coupling is between what is
     left. Macros say whether there are slopes and a coupling, whether logarithms of a mass's part of a mixture are in
@@ -98,7 +96,7 @@ def print_slopes(kind: str) -> str:
     common = Program({name: value for name, value in slopes._asdict().items() if not name.startswith("rest_")})
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": slopes.rest_p, "slope_q": slopes.rest_q})
     of_parts = f"""\
-INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
+INLINE Parts fast_parts(real x, real y, Row row, real parameter)
 {{
 {_print_result("Parts", parts, names, "fast_")}}}
 """
@@ -106,7 +104,7 @@ INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters)
     return f"""\
 {print_macros(macros)}typedef struct {{ real {", ".join(common.outputs)}; }} Coefficients;
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
-INLINE Coefficients fast_coefficients(Row row, Parameters parameters)
+INLINE Coefficients fast_coefficients(Row row, real parameter)
 {{
 {_print_result("Coefficients", common, names, "fast_")}}}
 {of_parts}{near}"""
@@ -121,7 +119,7 @@ def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
     macros: dict[str, int | str] = {
         "EACH_KIND(apply)": " ".join(f"apply({kind})" for kind in DESCRIBED),
         "KINDS": ", ".join(DESCRIBED),
-        "WITH_CORNER": WITH_CORNER,
+        "WITH_CORNER": with_corner(),
     }
     functions = (
         f"INLINE Terms {prefix}terms(real x, real y, Row row)\n{{\n{_print_result('Terms', program, names, prefix)}}}\n"
@@ -210,7 +208,7 @@ def _slope() -> float:
 
     By it a rounding is multiplied, and what is left of a term where that counts is near the corner.
     """
-    element = element_at(WITH_CORNER, 0.0, torch.tensor([1e-9], dtype=torch.float64, device="cpu"))
+    element = element_at(with_corner(), 0.0, torch.tensor([1e-9], dtype=torch.float64, device="cpu"))
     return round(float(element.d_log_p - element.d_log_q), 6)
 
 
@@ -282,12 +280,12 @@ def print_macros(macros: Mapping[str, int | str]) -> str:
 def _names(kind: str) -> dict[str, str]:
     names = {name: f"row.{name}" for name in ROW_VARIABLES}
     parameter = DIVERGENCES[kind].parameter
-    return names if parameter is None else names | {parameter.name: f"parameters.{parameter.name}"}
+    return names if parameter is None else names | {parameter.name: "parameter"}
 
 
 def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
     return f"""\
-INLINE Element {prefix}element(real x, real y, Row row, Parameters parameters)
+INLINE Element {prefix}element(real x, real y, Row row, real parameter)
 {{
 {_print_result("Element", program, names, prefix)}}}
 """
@@ -317,7 +315,7 @@ def _print_near_element(kind: str, names: dict[str, str]) -> str:
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:
     body, results = print_steps(program, "real", names, "safe_")
     return f"""\
-INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters)
+INLINE real safe_log_tilted(real x, real y, Row row, real parameter)
 {{
 {body}    return {results["log_tilted"]};
 }}
@@ -334,11 +332,11 @@ def _print_moments(kind: str, names: dict[str, str]) -> str:
     _, exponent = print_steps(Program({"exponent": 0.0 if asked is None else asked}), "real", names, "")
     macros = {f"HAS_{name.upper()}": int(name in wanted) for name in Moments._fields}
     return f"""\
-{print_macros(macros)}INLINE real chernoff_exponent(Parameters parameters)
+{print_macros(macros)}INLINE real chernoff_exponent(real parameter)
 {{
     return {exponent["exponent"]};
 }}
-INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, Parameters parameters)
+INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, real parameter)
 {{
 {_print_result("Element", sums, names, "fast_")}}}
 """

@@ -110,7 +110,7 @@ def source(variant: Variant) -> str:
         and moments_of(variant.kind) is None
         and (variant.wants, variant.dx) == ((True, False), torch.float32),
         "HAS_FINE": variant.fine is not None,
-        "IS_SMOOTH": not has_corner(variant.kind),
+        "HAS_CORNER": has_corner(variant.kind),
         "SLOPES_ARE_LOGS": has_fast and slopes_are_logs(variant.kind),
         "INPUT_IS_CAPPED": variant.capped[0],
         "TARGET_IS_CAPPED": variant.capped[1],

@@ -30,7 +30,7 @@ INLINE real longest_ratio(const X *x, const Y *y, int64_t n, const Row *row, Sof
     return from_bits((bits)longest);
 }
 
-NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters, Fine fine,
+NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, real parameter, Fine fine,
                               Sums *sums)
 {
     for (int64_t start = 0; start < n; start += SPAN) {
@@ -51,7 +51,7 @@ NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softca
             sums->d_log_p += 0.5 * ((double)term - difference); /* their sum is term: Euler's */
             sums->d_log_q += 0.5 * ((double)term + difference);
         } else {
-            sum(x + start, y + start, 0, 0, end - start, row, softcaps, parameters, NO_GRADIENT, sums);
+            sum(x + start, y + start, 0, 0, end - start, row, softcaps, parameter, NO_GRADIENT, sums);
         }
     }
 }
@@ -76,7 +76,7 @@ static NearGradients near_gradients(Fine fine, Row row, real of_input, real of_t
 }
 
 NOINLINE static void near_gradient(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                                   Parameters parameters, GradOut grad_out, Fine fine)
+                                   real parameter, GradOut grad_out, Fine fine)
 {
     const real everywhere = grad_out.everywhere * row.input_inv_temperature;
     const real of_input = grad_out.loss * row.input_inv_temperature, of_target = grad_out.loss * row.target_inv_temperature;
@@ -87,7 +87,7 @@ NOINLINE static void near_gradient(const X *x, const Y *y, DX *d_input, DY *d_ta
         const int64_t end = start + SPAN < n ? start + SPAN : n;
         /* before gradients may take the logits' place */
         if (!(longest_ratio(x + start, y + start, end - start, &row, softcaps) < FINE_RADIUS)) {
-            gradient(x + start, y + start, d_input + start, d_target + start, end - start, row, softcaps, parameters, grad_out, &none);
+            gradient(x + start, y + start, d_input + start, d_target + start, end - start, row, softcaps, parameter, grad_out, &none);
             continue;
         }
 #pragma omp simd

@@ -1,4 +1,4 @@
-/* Rows of a divergence on a CPU. Pasted above: the formula (`Row`, `Parameters`, elements, `finish`), the layout of what
+/* Rows of a divergence on a CPU. Pasted above: the formula (`Row`, elements, `finish`), the layout of what
    is known of rows (state.py), and the macros
 
    X, Y, DX, DY, WEIGHT, LOSS         element types of input, target, their gradients, row weights, losses
@@ -6,7 +6,7 @@
    INPUT_IS_LOGITS, INPUT_IS_CAPPED   and the same of the target
    KEEPS_SLOPES                       whether the sweep that sums a row that is far may leave each d_log_q in the gradient's
                                       memory: what is left to do costs a mass
-   IS_SMOOTH                          whether terms are parabolas near p = q
+   HAS_CORNER                         whether terms have a corner at p = q, and are no parabolas there
    HAS_FAST, SLOPES_ARE_LOGS          whether the element is there for rows that are far (c/fast.h), and its slopes are logs
    HAS_FINE                           whether polynomials serve rows that are near (fine.h)
    X_LOW, X_HIGH, Y_LOW, Y_HIGH       the range in which elements of other forms need no guards
@@ -163,12 +163,12 @@ NOINLINE static Statistics refined(Statistics result, const LargeSpans *large, c
     return result;
 }
 
-static Element of_moments(Statistics s, double exponent, Parameters parameters, double *chernoff)
+static Element of_moments(Statistics s, double exponent, real parameter, double *chernoff)
 {
     const double shift = log2(s.x_sum_exp / s.y_sum_exp);
     *chernoff = s.chernoff / s.x_sum_exp * exp2(exponent * shift);
     return from_moments((real)((s.p_log_ratio / s.y_sum_exp + shift) * LN2),
-                        (real)((s.q_log_ratio / s.x_sum_exp + shift) * LN2), (real)*chernoff, parameters);
+                        (real)((s.q_log_ratio / s.x_sum_exp + shift) * LN2), (real)*chernoff, parameter);
 }
 #endif
 #endif
@@ -193,14 +193,14 @@ static Softmax softmax_of(double lse, double temperature)
 static int is_far_lse(double lse) { return fabs(lse) >= FAR_TILTED_LSE && lse > -INFINITY; }
 
 /* The row's log Σ p^a q^(1-a) */
-NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters)
+NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, real parameter)
 {
     real top = -REAL_INFINITY;
     double total = 0;
     (void)softcaps;
 #pragma omp simd reduction(max: top)
     for (int64_t i = 0; i < n; i++) {
-        const real value = safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameters);
+        const real value = safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameter);
         top = value > top ? value : top;
     }
     if (top == REAL_INFINITY)
@@ -210,7 +210,7 @@ NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, So
         real part = 0;
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++)
-            part += safe_exp(safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameters) - top);
+            part += safe_exp(safe_log_tilted(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row, parameter) - top);
         total += part;
     }
     return top + log(total);
@@ -219,7 +219,7 @@ NOINLINE static double tilted_lse(const X *x, const Y *y, int64_t n, Row row, So
 
 #if HAS_FAST && SLOPES_ARE_LOGS
 /* What the fast sum of a row lacks in the spans that have a heavy token of either side */
-NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, Parameters parameters)
+NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, real parameter)
 {
     const real x_heavy = row.input_max + (row.input_log_sum_exp + HEAVY_LOG_MASS) / row.input_inv_temperature;
     const real y_heavy = row.target_max + (row.target_log_sum_exp + HEAVY_LOG_MASS) / row.target_inv_temperature;
@@ -239,7 +239,7 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 #pragma omp simd reduction(+: part)
         for (int64_t i = start; i < end; i++) {
             const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));
-            part += safe_element(xi, yi, row, parameters).term - fast_element(xi, yi, row, parameters).term;
+            part += safe_element(xi, yi, row, parameter).term - fast_element(xi, yi, row, parameter).term;
         }
         total += part;
     }
@@ -249,7 +249,7 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 
 #if HAS_FINE
 /* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. */
-static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, Parameters parameters, const Arguments *a,
+static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, real parameter, const Arguments *a,
                     Found *found)
 {
     const int is_sure = found->input.sum_exp < SURE_SUM_EXP || found->target.sum_exp < SURE_SUM_EXP;
@@ -257,7 +257,7 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
         return 0;
     found->sums = (Sums){ 0, 0, 0, 0 };
     found->mode = STABLE;
-    near_sum(x, y, n, *row, softcaps, parameters, *(const Fine *)a->fine, &found->sums);
+    near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
     return fabs(found->sums.term) < MAX_SUM;
 }
 #endif
@@ -265,12 +265,12 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
 #if HAS_FAST
 /* Both softmaxes and the sums of a row that is far, or near; false where it is not. `is_untilted`: whether the row is known to
    need no log-sum-exp of its tilted masses. */
-static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, real parameter,
                     const Arguments *a, Found *found, int *is_untilted)
 {
     (void)d_input;
 #if HAS_CHERNOFF
-    const double exponent = chernoff_exponent(parameters);
+    const double exponent = chernoff_exponent(parameter);
 #else
     const double exponent = 0;
 #endif
@@ -280,10 +280,10 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
         return 0;
 #if HAS_MOMENTS
     double chernoff;
-    Element whole = of_moments(s, exponent, parameters, &chernoff);
+    Element whole = of_moments(s, exponent, parameter, &chernoff);
     if (fabs(whole.term) < MAX_REFINED_SUM) {
         s = refined(s, &large, x, y, n, softcaps, *row, (real)exponent);
-        whole = of_moments(s, exponent, parameters, &chernoff);
+        whole = of_moments(s, exponent, parameter, &chernoff);
     }
 #endif
     found->input.sum_exp = s.x_sum_exp;
@@ -307,25 +307,25 @@ static int sum_fast(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
 #else
 #if HAS_FINE
     const int64_t sampled = n < SPAN ? n : SPAN;
-    if (longest_ratio(x, y, sampled, row, softcaps) < (real)0.8 * FINE_RADIUS && sum_near(x, y, n, row, softcaps, parameters, a, found))
+    if (longest_ratio(x, y, sampled, row, softcaps) < (real)0.8 * FINE_RADIUS && sum_near(x, y, n, row, softcaps, parameter, a, found))
         return 1;
 #endif
     found->sums = (Sums){ 0, 0, 0, 0 };
 #if KEEPS_SLOPES
     found->has_slopes = a->verb == VERB_LOSS && d_input && (const void *)d_input != (const void *)x;
     if (found->has_slopes)
-        fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
+        fast_sum_and_slopes(x, y, d_input, 0, n, *row, softcaps, parameter, NO_GRADIENT, &found->sums);
     else
 #endif
-        fast_sum(x, y, 0, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
+        fast_sum(x, y, 0, 0, n, *row, softcaps, parameter, NO_GRADIENT, &found->sums);
 #endif
 #if SLOPES_ARE_LOGS
     if (!is_well_conditioned(found->sums, MIN_FAST_SUM) && is_well_conditioned(found->sums, MIN_NEAR_SUM))
-        found->sums.term += heavy_rounding(x, y, n, *row, softcaps, parameters);
+        found->sums.term += heavy_rounding(x, y, n, *row, softcaps, parameter);
 #endif
 #if HAS_FINE && HAS_MOMENTS
     const Sums moments = found->sums;
-    if (fabs(moments.term) < MIN_MOMENTS_SUM && sum_near(x, y, n, row, softcaps, parameters, a, found))
+    if (fabs(moments.term) < MIN_MOMENTS_SUM && sum_near(x, y, n, row, softcaps, parameter, a, found))
         return 1;
     found->sums = moments;
 #endif
@@ -349,7 +349,7 @@ static void sum_exponentials(const X *x, const Y *y, int64_t n, const Row *row, 
 }
 
 /* Both softmaxes and the sums of any row */
-static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, real parameter,
                      const Arguments *a, Found *found, int is_untilted)
 {
     sum_exponentials(x, y, n, row, softcaps, found);
@@ -359,7 +359,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
     if (!is_untilted) {
         found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
-        const double lse = tilted_lse(x, y, n, *row, softcaps, parameters);
+        const double lse = tilted_lse(x, y, n, *row, softcaps, parameter);
         if (is_far_lse(lse)) {
             found->tilted_lse = lse;
             found->sums = (Sums){ 0, 0, 0, 0 };
@@ -372,13 +372,13 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
         found->log_z_diff = log_z_diff(found->input, found->target);
         set_row(row, found, a);
         found->sums = (Sums){ 0, 0, 0, 0 };
-        sum(x, y, 0, 0, n, *row, softcaps, parameters, NO_GRADIENT, &found->sums);
+        sum(x, y, 0, 0, n, *row, softcaps, parameter, NO_GRADIENT, &found->sums);
         /* The sums' rounding is in the difference of log-sum-exps, and shows in the masses as an excess. Smooth kinds
-           have its square, and seldom too much of it; total_variation has it as it is, and so have pieces that are merged
+           have its square, and seldom too much of it; one with a corner has it as it is, and so have pieces that are merged
            by their masses. */
         const Sums s = found->sums;
         const double tolerated = a->verb == VERB_STATISTICS ? 0 : 1e-6 * fabs(s.term);
-        const double slope = IS_SMOOTH ? fmax(fabs(s.d_log_p), fabs(s.d_log_q)) : 0.5; /* 0 at a tie */
+        const double slope = HAS_CORNER ? 0.5 : fmax(fabs(s.d_log_p), fabs(s.d_log_q)); /* else 0 at a tie */
         const double wrong = fabs(s.q_minus_p) * slope;
         if (!(wrong > tolerated && wrong < MAX_SUM))
             break;
@@ -388,7 +388,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
 }
 
 /* A row, or a piece of one that counts as a row */
-static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, Parameters parameters,
+static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, Softcaps softcaps, real parameter,
                     const Arguments *a, Found *found)
 {
     int is_untilted = 0;
@@ -407,11 +407,11 @@ static void sum_row(const X *x, const Y *y, DX *d_input, int64_t n, Row *row, So
     }
 #if HAS_FAST
     if (fabs(found->input.max) < INFINITY && fabs(found->target.max) < INFINITY
-        && sum_fast(x, y, d_input, n, row, softcaps, parameters, a, found, &is_untilted))
+        && sum_fast(x, y, d_input, n, row, softcaps, parameter, a, found, &is_untilted))
         return;
     found->tilted_lse = 0;
 #endif
-    sum_safe(x, y, n, row, softcaps, parameters, a, found, is_untilted);
+    sum_safe(x, y, n, row, softcaps, parameter, a, found, is_untilted);
 }
 #endif
 
@@ -555,7 +555,7 @@ static void read_statistics(const Arguments *a, int64_t r, Found *found)
 #endif
 
 /* The row's part of what the verb asks for; returns its weighted loss. */
-static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters parameters)
+static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
 {
     const double weight = a->row_weight ? (double)a->row_weight[r] : 1;
     if (weight == 0) { /* not read: garbage in it cannot leak */
@@ -582,20 +582,20 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
     } else if (a->verb == VERB_ACCUMULATE) {
         read_statistics(a, r, &found);
         set_row(&row, &found, a);
-        sum(x, y, 0, 0, n, row, softcaps, parameters, NO_GRADIENT, &found.sums);
+        sum(x, y, 0, 0, n, row, softcaps, parameter, NO_GRADIENT, &found.sums);
     } else {
-        sum_row(x, y, d_input, n, &row, softcaps, parameters, a, &found);
+        sum_row(x, y, d_input, n, &row, softcaps, parameter, a, &found);
     }
     row.input_grad_sum = (real)found.sums.d_log_q;
     row.target_grad_sum = (real)found.sums.d_log_p;
 #else
 #if ONE_SWEEP
     if (!has_state && wants) {
-        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, (GradOut){ (real)(weight * a->scale), 0 }, &found.sums);
+        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, (GradOut){ (real)(weight * a->scale), 0 }, &found.sums);
     } else
 #endif
         if (!has_state)
-            sum(x, y, d_input, d_target, n, row, softcaps, parameters, NO_GRADIENT, &found.sums);
+            sum(x, y, d_input, d_target, n, row, softcaps, parameter, NO_GRADIENT, &found.sums);
 #endif
     if (a->verb == VERB_STATISTICS) {
         keep_statistics(a, r, &found);
@@ -614,7 +614,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
     double loss = 0;
     if (!has_state) {
-        const Finish done = finish(found.sums.term, found.tilted_lse, parameters);
+        const Finish done = finish(found.sums.term, found.tilted_lse, parameter);
         loss = weight * done.loss;
         d_loss = done.derivative;
 #if INPUT_IS_LOGITS
@@ -641,18 +641,18 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 #endif
 #if HAS_FAST
         if (found.mode == FAST)
-            fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+            fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, &found.sums);
         else
 #endif
 #if HAS_FINE
         if (found.mode == STABLE)
-            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, *(const Fine *)a->fine);
+            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, *(const Fine *)a->fine);
         else
 #endif
-            gradient(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, &found.sums);
+            gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, &found.sums);
 #if INPUT_IS_LOGITS && WANT_INPUT
         if (of_label != 0) {
-            const real of_row = safe_element(label.x, label.y, row, parameters).input * grad_out.loss;
+            const real of_row = safe_element(label.x, label.y, row, parameter).input * grad_out.loss;
             const real slope = row.input_inv_temperature * (INPUT_IS_CAPPED ? softcap_grad(label.x, softcaps.input) : 1);
             const real less = (real)(of_label * (1 - a->label_smoothing)) + grad_out.everywhere;
             d_input[label.token] = STORE_DX((of_row - less) * slope);
@@ -669,7 +669,7 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, Parameters param
 /* Rows of one element whose term is the loss (`reduction="none"` of kl_div): a row is a vector lane. */
 #define ELEMENTWISE (FINISH_IS_IDENTITY && !HAS_LOGITS)
 #if ELEMENTWISE
-INLINE void each_element(const Arguments *a, int64_t start, int64_t end, Parameters parameters, int wants)
+INLINE void each_element(const Arguments *a, int64_t start, int64_t end, real parameter, int wants)
 {
     const Row row = { 0 };
     const real scale = (real)a->scale;
@@ -679,7 +679,7 @@ INLINE void each_element(const Arguments *a, int64_t start, int64_t end, Paramet
     DY *d_target = a->d_target;
 #pragma omp simd
     for (int64_t i = start; i < end; i++) {
-        const Element e = safe_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameters);
+        const Element e = safe_element(LOAD_X(a->x[i]), LOAD_Y(a->y[i]), row, parameter);
         const real weight = weights ? (real)weights[i] : (real)1;
         if (loss)
             loss[i] = STORE_LOSS(weight == 0 ? (real)0 : weight * e.term);
@@ -690,14 +690,14 @@ INLINE void each_element(const Arguments *a, int64_t start, int64_t end, Paramet
     }
 }
 
-NOINLINE static void losses_of_elements(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+NOINLINE static void losses_of_elements(const Arguments *a, int64_t start, int64_t end, real parameter)
 {
-    each_element(a, start, end, parameters, 0);
+    each_element(a, start, end, parameter, 0);
 }
 
-NOINLINE static void gradients_of_elements(const Arguments *a, int64_t start, int64_t end, Parameters parameters)
+NOINLINE static void gradients_of_elements(const Arguments *a, int64_t start, int64_t end, real parameter)
 {
-    each_element(a, start, end, parameters, 1);
+    each_element(a, start, end, parameter, 1);
 }
 #endif
 
@@ -710,23 +710,21 @@ void kullback_rows(const Arguments *a)
     const int64_t rows_per_unit = a->vocab >= UNIT ? 1 : UNIT / (a->vocab ? a->vocab : 1);
     const int64_t units = (a->rows + rows_per_unit - 1) / rows_per_unit;
     double *partial = a->total ? calloc((size_t)units + 1, sizeof *partial) : 0;
-    Parameters parameters;
-    memset(&parameters, 0, sizeof parameters);
-    *(real *)&parameters = (real)a->parameter;
+    const real parameter = (real)a->parameter;
 #pragma omp parallel for schedule(static) num_threads(a->threads) if (units > 1)
     for (int64_t unit = 0; unit < units; unit++) {
         const int64_t first = unit * rows_per_unit;
         const int64_t last = first + rows_per_unit < a->rows ? first + rows_per_unit : a->rows;
 #if ELEMENTWISE
         if (a->vocab == 1 && a->d_input_stride <= 1 && a->d_target_stride <= 1 && !a->total && !a->found) {
-            (a->d_input || a->d_target ? gradients_of_elements : losses_of_elements)(a, first, last, parameters);
+            (a->d_input || a->d_target ? gradients_of_elements : losses_of_elements)(a, first, last, parameter);
             continue;
         }
 #endif
         double part = 0;
         for (int64_t r = first; r < last; r++) {
             const int64_t left = a->elements - r * a->vocab;
-            part += one_row(a, r, left < a->vocab ? left : a->vocab, parameters);
+            part += one_row(a, r, left < a->vocab ? left : a->vocab, parameter);
         }
         if (partial)
             partial[unit] = part;

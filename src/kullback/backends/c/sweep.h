@@ -13,7 +13,7 @@ typedef struct { real loss, everywhere; } GradOut;
     _Pragma("omp simd reduction(+: term, d_log_p, d_log_q, q_minus_p) reduction(max: highest_x, highest_y)")         \
     for (int64_t i = start; i < end; i++) {                                                                          \
         const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));                                       \
-        const Element e = element(xi, yi, row, parameters);                                                          \
+        const Element e = element(xi, yi, row, parameter);                                                          \
         const ubits high_x = RANGE_OFFSET(xi, X_LOW), high_y = RANGE_OFFSET(yi, Y_LOW);                              \
         highest_x = high_x > highest_x ? high_x : highest_x;                                                         \
         highest_y = high_y > highest_y ? high_y : highest_y;                                                         \
@@ -38,7 +38,7 @@ typedef struct { real loss, everywhere; } GradOut;
    the safe one if something was out of it. Logits say nothing of their masses, which may be 0: of them a whole row is
    fast, or safe. */
 INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps,
-                  Parameters parameters, GradOut grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
+                  real parameter, GradOut grad_out, Sums *sums, int fast, int want_sum, int want_gradient, int want_slopes)
 {
     const real of_input = INPUT_IS_LOGITS ? grad_out.loss * row.input_inv_temperature : grad_out.loss;
     const real of_target = TARGET_IS_LOGITS ? grad_out.loss * row.target_inv_temperature : grad_out.loss;
@@ -77,8 +77,8 @@ INLINE void sweep(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, 
 
 #define SWEEP(name, fast, want_sum, want_gradient, want_slopes) \
     NOINLINE static void name(const X *x, const Y *y, DX *d_input, DY *d_target, int64_t n, Row row, Softcaps softcaps, \
-                              Parameters parameters, GradOut grad_out, Sums *sums) \
-    { sweep(x, y, d_input, d_target, n, row, softcaps, parameters, grad_out, sums, fast, want_sum, want_gradient, \
+                              real parameter, GradOut grad_out, Sums *sums) \
+    { sweep(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, sums, fast, want_sum, want_gradient, \
             want_slopes); }
 
 /* A gradient that needs no sum of its row is written while the row is summed. */

@@ -43,9 +43,7 @@ def why_not_here(work: Work) -> str | None:
     """Why no kernel can do the work, or None, on a device that can run kernels."""
     if isinstance(work, Rows):
         return logits.why_not(work) if work.problem.has_logits else None
-    if isinstance(work, Scale):
-        return None if work.gradient.is_contiguous() else "the gradient's elements do not lie side by side"
-    if isinstance(work, Labels):
+    if isinstance(work, Labels | Scale):
         return None
     return describe.why_not(work) if isinstance(work, Describe) else topk.why_not(work)
 

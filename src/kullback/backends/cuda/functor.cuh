@@ -42,26 +42,25 @@ typedef struct {
     real target_inv_temperature, target_max, target_inv_sum_exp, target_log_sum_exp, target_grad_sum;
     real log_z_diff_high, log_z_diff_low, tilted_lse;
 } Row;
-typedef struct { real parameter; } Parameters;
 typedef struct { real term, d_log_p, d_log_q, input, target, q_minus_p; } Element;
 typedef struct { double loss, derivative; } Finish;
 
-INLINE Element safe_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Element in_range_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Element stable_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Element fast_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Element near_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Element short_element(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Finish finish(double total, double tilted_lse, Parameters parameters) { return {}; }
+INLINE Element safe_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element in_range_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element stable_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element fast_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element near_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element short_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Finish finish(double total, double tilted_lse, real parameter) { return {}; }
 
-INLINE real safe_log_tilted(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE real chernoff_exponent(Parameters parameters) { return {}; }
-INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, Parameters parameters) { return {}; }
+INLINE real safe_log_tilted(real x, real y, Row row, real parameter) { return {}; }
+INLINE real chernoff_exponent(real parameter) { return {}; }
+INLINE Element from_moments(real p_log_ratio, real q_log_ratio, real chernoff, real parameter) { return {}; }
 
 typedef struct { real factor_p, offset_p, factor_q, offset_q, coupling; } Coefficients;
 typedef struct { real p, q, slope_p, slope_q; } Parts;
-INLINE Coefficients fast_coefficients(Row row, Parameters parameters) { return {}; }
-INLINE Parts fast_parts(real x, real y, Row row, Parameters parameters) { return {}; }
-INLINE Parts near_parts(real x, real y, Row row, Parameters parameters) { return {}; }
+INLINE Coefficients fast_coefficients(Row row, real parameter) { return {}; }
+INLINE Parts fast_parts(real x, real y, Row row, real parameter) { return {}; }
+INLINE Parts near_parts(real x, real y, Row row, real parameter) { return {}; }
 
 }

@@ -30,10 +30,10 @@ struct View {
     long long vocab;
 };
 
-template <bool SUM, bool GRADIENT> INLINE real one(const View &view, long long i, Parameters parameters, real grad_out)
+template <bool SUM, bool GRADIENT> INLINE real one(const View &view, long long i, real parameter, real grad_out)
 {
     const Row row = {};
-    const Element e = safe_element(to_real(view.x[i]), to_real(view.y[i]), row, parameters);
+    const Element e = safe_element(to_real(view.x[i]), to_real(view.y[i]), row, parameter);
     if (GRADIENT && WANT_INPUT)
         view.d_input[i] = rounded<X>(e.input * grad_out);
     if (GRADIENT && WANT_TARGET)
@@ -42,7 +42,7 @@ template <bool SUM, bool GRADIENT> INLINE real one(const View &view, long long i
 }
 
 template <bool SUM, bool GRADIENT>
-INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed<Y> &y, Parameters parameters,
+INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed<Y> &y, real parameter,
                  real grad_out)
 {
     const Row row = {};
@@ -53,7 +53,7 @@ INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed
 #pragma unroll
     for (int k = 0; k < WIDTH; k++) {
         const real xk = to_real(x.element[k]), yk = to_real(y.element[k]);
-        const Element e = in_range_element(xk, yk, row, parameters);
+        const Element e = in_range_element(xk, yk, row, parameter);
         highest_x = max(highest_x, RANGE_OFFSET(xk, X_LOW));
         highest_y = max(highest_y, RANGE_OFFSET(yk, Y_LOW));
         if (GRADIENT && WANT_INPUT)
@@ -67,7 +67,7 @@ INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed
         sum = 0; /* once more, with guards; read again, so that the usual way keeps its registers */
 #pragma unroll 1
         for (int k = 0; k < WIDTH; k++)
-            sum += one<SUM, GRADIENT>(view, i + k, parameters, grad_out);
+            sum += one<SUM, GRADIENT>(view, i + k, parameter, grad_out);
         return sum;
     }
     if (GRADIENT && WANT_INPUT)
@@ -79,7 +79,7 @@ INLINE real many(const View &view, long long i, const Packed<X> &x, const Packed
 
 /* This thread's part of a row. A tile's terms are added in `real`, tiles in double. */
 template <bool SUM, bool GRADIENT>
-INLINE double sweep(const View &view, const Lane &lane, Parameters parameters, real grad_out)
+INLINE double sweep(const View &view, const Lane &lane, real parameter, real grad_out)
 {
     double sum = 0;
     long long head = 0, body = 0; /* vectors cover [head, head + body) */
@@ -104,11 +104,11 @@ INLINE double sweep(const View &view, const Lane &lane, Parameters parameters, r
             }
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
-                part += many<SUM, GRADIENT>(view, head + (start + u * LANES) * WIDTH, x[u], y[u], parameters, grad_out);
+                part += many<SUM, GRADIENT>(view, head + (start + u * LANES) * WIDTH, x[u], y[u], parameter, grad_out);
         } else {
             for (long long v = start; v < vectors; v += LANES) {
                 const long long i = head + v * WIDTH;
-                part += many<SUM, GRADIENT>(view, i, load(view.x + i), load(view.y + i), parameters, grad_out);
+                part += many<SUM, GRADIENT>(view, i, load(view.x + i), load(view.y + i), parameter, grad_out);
             }
         }
         sum += (double)part;
@@ -116,7 +116,7 @@ INLINE double sweep(const View &view, const Lane &lane, Parameters parameters, r
 #endif
     /* what no vector covers: either end, or the whole of a row whose tensors are not aligned together */
     for (long long j = lane.first * LANES + lane.index; j < view.vocab - body; j += lane.step * LANES)
-        sum += (double)one<SUM, GRADIENT>(view, j < head ? j : j + body, parameters, grad_out);
+        sum += (double)one<SUM, GRADIENT>(view, j < head ? j : j + body, parameter, grad_out);
     return sum;
 }
 
@@ -154,8 +154,7 @@ kullback_literal(const X *x, const Y *y, const WEIGHT *row_weight, const double 
                  long long vocab, long long x_stride, long long y_stride, long long d_input_stride,
                  long long d_target_stride, double scale, double parameter)
 {
-    Parameters parameters;
-    *(real *)&parameters = (real)parameter;
+    const real of_kind = (real)parameter;
     const int groups = FLAT ? 1 : THREADS / LANES;
     const Lane lane = { FLAT ? blockIdx.x : 0, FLAT ? gridDim.x : 1, (int)threadIdx.x % LANES };
     const long long first = FLAT ? 0 : (long long)blockIdx.x * groups + threadIdx.x / LANES;
@@ -173,11 +172,11 @@ kullback_literal(const X *x, const Y *y, const WEIGHT *row_weight, const double 
         if (skipped)
             clear(view, lane);
         else if (KNOWN)
-            sweep<false, true>(view, lane, parameters, (real)(weight * scale * known[STATE_D_LOSS * rows + r]));
+            sweep<false, true>(view, lane, of_kind, (real)(weight * scale * known[STATE_D_LOSS * rows + r]));
         else if (WANT_SUM || !FINISH_IS_LINEAR)
-            sum = sweep<true, FINISH_IS_LINEAR && (WANT_INPUT || WANT_TARGET)>(view, lane, parameters, (real)(weight * scale));
+            sum = sweep<true, FINISH_IS_LINEAR && (WANT_INPUT || WANT_TARGET)>(view, lane, of_kind, (real)(weight * scale));
         else
-            sweep<false, true>(view, lane, parameters, (real)(weight * scale));
+            sweep<false, true>(view, lane, of_kind, (real)(weight * scale));
         if (FINISH_IS_IDENTITY && total) { /* the grid's sum is all that is asked for */
             result += weight * sum;
             continue;
@@ -185,9 +184,9 @@ kullback_literal(const X *x, const Y *y, const WEIGHT *row_weight, const double 
         if (KNOWN || (!WANT_SUM && FINISH_IS_LINEAR))
             continue;
         const double row_total = row_sum(sum);
-        const Finish done = finish(row_total, 0, parameters);
+        const Finish done = finish(row_total, 0, of_kind);
         if (!FINISH_IS_LINEAR && (WANT_INPUT || WANT_TARGET) && !skipped)
-            sweep<false, true>(view, lane, parameters, (real)(weight * scale * done.derivative));
+            sweep<false, true>(view, lane, of_kind, (real)(weight * scale * done.derivative));
         if (lane.index == 0 && exists) {
             if (VERB == VERB_ACCUMULATE || (!FINISH_IS_LINEAR && !WANT_INPUT && !WANT_TARGET && found))
                 keep_row(found, rows, r, skipped ? 0 : row_total, skipped ? 0 : done.derivative);

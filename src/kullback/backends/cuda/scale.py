@@ -36,7 +36,9 @@ def _launcher(x: torch.dtype, factor: torch.dtype, index: int) -> Launcher:
 def run(work: Scale) -> None:
     gradient, factor = work
     count = gradient.numel()
-    if count:
+    if not gradient.is_contiguous():  # as of rows of a wider tensor, which the kernel has no strides for
+        gradient.mul_(factor)
+    elif count:
         launcher = _launcher(gradient.dtype, factor.dtype, gradient.get_device())
         blocks = -(-count * gradient.itemsize // (plan.THREADS * plan.VECTOR_BYTES))
         launcher(blocks, *Arguments(gradient=gradient.data_ptr(), factor=factor.data_ptr(), count=count))

@@ -21,8 +21,11 @@ def write(work: Describe, run: Callable[[Rows], None]) -> None:
     sides = [(work.problem.input, x)]
     if work.target is not None:
         of_target, reverse_kl = _losses(swapped, y, x, run)
-        others = (_of_kind(work.problem, kind, *work.problem.sides) for kind in DESCRIBED[2:])
-        found = torch.cat([found, of_target, kl, reverse_kl, *(_losses(other, x, y, run)[1] for other in others)])
+        losses = {"kl": kl, "reverse_kl": reverse_kl}
+        for kind in DESCRIBED:
+            if kind not in losses:
+                losses[kind] = _losses(_of_kind(work.problem, kind, *work.problem.sides), x, y, run)[1]
+        found = torch.cat([found, of_target, *(losses[kind] for kind in DESCRIBED)])
         sides.append((work.problem.target, y))
     work.numbers.copy_(found)
     work.tokens.copy_(torch.stack([row for side, logits in sides for row in _tokens(side, logits, work.labels)]))

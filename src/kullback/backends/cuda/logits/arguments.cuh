@@ -32,7 +32,7 @@ struct Setup {
     float input_inv_temperature, target_inv_temperature;
     float input_softcap, target_softcap;
     float divergence_weight, label_weight, z_weight, label_smoothing; /* of what a row's loss is a sum of (labels.py) */
-    Parameters parameters;
+    real parameter;
     long long series[SERIES_TERMS]; /* each two floats, factors of a power of the log-ratio: of term, above of d_log_q - d_log_p */
     /* Likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
     long long near[MOST_TERMS], narrow[MOST_TERMS];

@@ -16,7 +16,7 @@
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
 #define RESIDENT 1        /* whether rows stay on chip (sm_90 and later), or are read again for each pass */
 #define CACHES_SLOPES 0   /* whether the sweep that sums a row that is far leaves masses and slopes in its place */
-#define IS_SMOOTH 1       /* whether the kind is a power series in the log-ratio near p = q (series.py), of so many terms, */
+#define FITS_SERIES 1       /* whether the kind is a power series in the log-ratio near p = q (series.py), of so many terms, */
 #define SERIES_TERMS 7    /* and how far that reaches */
 #define SERIES_RADIUS 0.5f
 #define HAS_CORNER 0
@@ -59,8 +59,8 @@
 #undef HAS_NEAR_ELEMENT
 #define HAS_NEAR_ELEMENT 0
 #endif
-#define HAS_SERIES (IS_SMOOTH && THREADS_PER_ROW > 32)
-#define HANDLES_PEAKED (IS_SMOOTH && !IS_COARSE)       /* 16-bit gradients do not show it */
+#define HAS_SERIES (FITS_SERIES && THREADS_PER_ROW > 32)
+#define HANDLES_PEAKED (FITS_SERIES && !IS_COARSE)       /* 16-bit gradients do not show it */
 #define REFINES_HEAVY (HAS_FAST && THREADS_PER_ROW > 32 && IS_COARSE) /* whether few tokens may have the exact formula */
 #define HAS_NEAR (HAS_FAST && NEAR_TERM_STEP && THREADS_PER_ROW > 32) /* whether polynomials may serve, where gradients are coarse */
 
@@ -106,7 +106,7 @@
 /* Whether the log-ratio's mean under q says which arithmetic to try first, so that close rows need not be summed as if they
    were far; and what to expect of slopes that are cached. Of short rows only those in 16 bits need it. */
 #define FORESEES_CLOSE \
-    (IS_SMOOTH && (THREADS_PER_ROW > 32 || (CACHES_SLOPES && WIDTH == 8)) && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
+    (FITS_SERIES && (THREADS_PER_ROW > 32 || (CACHES_SLOPES && WIDTH == 8)) && !SUMS_FROM_MOMENTS && HAS_REVERSE_KL_FACTOR)
 #define PREDICTS_SLOPE (FORESEES_CLOSE && CACHES_SLOPES)
 /* Long rows predict a slope by the log-ratio's variance too. Short ones bound each ratio below by this, to base 2: a slope has a
    least value, and a ratio has none. */
@@ -150,11 +150,5 @@ enum {
     Q_BOUNDED = Q_SQUARED + HAS_Q_SQUARED,
     MOMENTS = Q_BOUNDED + HAS_Q_BOUNDED
 };
-
-INLINE Parameters opaque(Parameters parameters)
-{
-    *(float *)&parameters = opaque(*(float *)&parameters);
-    return parameters;
-}
 
 }

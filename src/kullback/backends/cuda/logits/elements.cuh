@@ -11,7 +11,7 @@ namespace kullback {
 #define MIN_FAST_SUM (HAS_CHERNOFF ? 0.04f : 0.02f)
 
 /* And of 16 bits below this; between, rows are near: few tokens of much mass need the stable formula, or polynomials serve (near.cuh). */
-#define MIN_NEAR_SUM (HAS_TILTED_LSE && !HAS_NEAR ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : IS_SMOOTH ? 4e-4f : 5e-3f)
+#define MIN_NEAR_SUM (HAS_TILTED_LSE && !HAS_NEAR ? 3e-3f : SUMS_FROM_MOMENTS ? 2e-4f : HAS_CORNER ? 5e-3f : 4e-4f)
 
 /* An exponent of no mass, and a number after any factor */
 #define NO_MASS_EXPONENT -1e4f
@@ -141,11 +141,11 @@ template <int MODE> INLINE Element element(const Arguments &a, float x, float y,
 {
 #if HAS_FAST
     if (MODE == FAST)
-        return fast_element(x, y, row, a.parameters);
+        return fast_element(x, y, row, a.parameter);
     if (MODE == STABLE)
-        return stable_element(x, y, row, a.parameters);
+        return stable_element(x, y, row, a.parameter);
 #endif
-    return safe_element(x, y, row, a.parameters);
+    return safe_element(x, y, row, a.parameter);
 }
 
 #if HAS_FAST

@@ -116,7 +116,7 @@ INLINE float predicted_slope(const Arguments &a, Ratios ratios, const Row &row)
     const float deviation = fast_sqrt(3 * ratios.variance), mean = ratios.mean;
     const float inverse = in_range_ratio_or_zero(1, base_2(a.input_inv_temperature)); /* temperatures are equal */
     const auto slope = [&](float ratio) { /* where q's mass is 1 */
-        return fast_parts(row.input_max * inverse, (row.target_max + ratio) * inverse, row, a.parameters).slope_q;
+        return fast_parts(row.input_max * inverse, (row.target_max + ratio) * inverse, row, a.parameter).slope_q;
     };
     const float at_mean = slope(mean);
     const float found = HAS_Q_SQUARED ? (slope(mean - deviation) + 4 * at_mean + slope(mean + deviation)) * (1 / 6.0f) : at_mean;
@@ -133,7 +133,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const Row row = row_constants<FAST>(a, stats, {});
     /* From a product what is predicted is taken in the same instruction, and sums are of what is left. From a logarithm it is
        not, and not in sums: exchanging p and q is to exchange them, to the bit. */
-    const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameters).coupling;
+    const float less = SLOPE_IS_LOG ? 0 : predicted, coupling = fast_coefficients(row, a.parameter).coupling;
     TermSums terms;
     /* With a corner a term is the size of q - p, but for a factor, and what masses are off by, all of a side alike, enters it as it is:
        that is Σ q - p. */
@@ -142,10 +142,10 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const float heavy_y = REFINES ? heavy_logit(row.target_max, a.target_inv_temperature, HEAVY_EXPONENT_NEARER) : 0;
     const auto is_heavy = [&](float x, float y) { return !(input_of(a, x) < heavy_x && target_of(a, y) < heavy_y); };
     const auto add = [&](float x, float y) {
-        Parts parts = REFINES ? near_parts(x, y, row, a.parameters)
-                    : FINITE  ? fast_parts(x, y, row, a.parameters)
+        Parts parts = REFINES ? near_parts(x, y, row, a.parameter)
+                    : FINITE  ? fast_parts(x, y, row, a.parameter)
                               : fast_parts(floor_logit(x, row.input_max, a.input_inv_temperature),
-                                          floor_logit(y, row.target_max, a.target_inv_temperature), row, a.parameters);
+                                          floor_logit(y, row.target_max, a.target_inv_temperature), row, a.parameter);
         parts.slope_q -= less;
         if (!HAS_CORNER)
             by_slope.p += parts.p * (HAS_COUPLING ? fmaf(coupling, parts.slope_q, parts.slope_p) : parts.slope_p);
@@ -161,7 +161,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     const auto take = [&](const Packed<X> &x, const Packed<Y> &y, long long, int address) {
         float masses[WIDTH], slopes[WIDTH], part = 0;
         bool is_light = true;
-        const Coefficients factors = fast_coefficients(row, a.parameters);
+        const Coefficients factors = fast_coefficients(row, a.parameter);
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
             const float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
@@ -189,7 +189,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
     };
     if (REFINES) {
         const auto refine = [&](float x, float y, const Row &heavy_row, int) {
-            const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameters);
+            const Element e = stable_element(input_of(a, x), target_of(a, y), heavy_row, a.parameter);
             terms.heavy += e.term;
             add_difference(e.q_minus_p);
         };
@@ -223,7 +223,7 @@ INLINE Sums sum_by_slopes(const Slice &slice, Pipeline &pipeline, RowGroup &grou
         by_slope.p = in_range_ratio_or_zero(by_slope.p, mass_sum(again.y_max, again.y_sum_exp, a.target_inv_temperature));
         by_slope.q = in_range_ratio_or_zero(by_slope.q, mass_sum(again.x_max, again.x_sum_exp, a.input_inv_temperature));
     }
-    const Coefficients common = fast_coefficients(row, opaque(a.parameters));
+    const Coefficients common = fast_coefficients(row, opaque(a.parameter));
     Sums sums;
     sums.d_log_p = common.factor_p * (by_slope.p + (HAS_COUPLING ? common.coupling * less : 0)) + common.offset_p;
     sums.d_log_q = common.factor_q * (by_slope.q + less) + common.offset_q;

@@ -22,11 +22,11 @@ template <bool SHORT = false> INLINE bool is_near(const Row &row, float q, float
 struct FineElements {
     Row row, near_row;
     float mass_factor; /* 1 - Σ d_log_q, where masses of near elements are to be multiplied by it */
-    Parameters parameters;
+    real parameter;
 
     INLINE FineElements(const Arguments &a, const RowStats &stats, const Sums &sums)
         : row(row_constants<STABLE>(a, stats, sums)), near_row(row), mass_factor(SUM_IN_MASSES ? 1 - sums.d_log_q : 1),
-          parameters(a.parameters)
+          parameter(a.parameter)
     {
         near_row.input_inv_sum_exp *= mass_factor;
         near_row.target_inv_sum_exp *= mass_factor;
@@ -38,7 +38,7 @@ struct FineElements {
     INLINE float mass(float q, float p) const { return HAS_P_LOG_RATIO ? target_mass(row, p) : input_mass(row, q); }
     INLINE Element near(float q, float p) const
     {
-        Element e = near_element(q, p, near_row, parameters);
+        Element e = near_element(q, p, near_row, parameter);
         e.target *= 1 / mass_factor;
         return e;
     }
@@ -48,7 +48,7 @@ struct FineElements {
     template <bool OF_SUMS> INLINE Element any(float q, float p) const
     {
         const bool chosen = is_near(q, p);
-        const Element a = near(q, p), b = fast_element(q, p, row, parameters);
+        const Element a = near(q, p), b = fast_element(q, p, row, parameter);
         const auto choose = [&](float near, float far) { return chosen ? opaque(near) : opaque(far); };
         Element e = {};
         if (OF_SUMS) {
@@ -71,7 +71,7 @@ struct FineElements {
     INLINE bool serve(const Arguments &) const { return true; }
     INLINE bool is_near(float, float) const { return true; }
     INLINE float mass(float q, float) const { return input_mass(row, q); }
-    INLINE Element near(float q, float p) const { return stable_element(q, p, row, a.parameters); }
+    INLINE Element near(float q, float p) const { return stable_element(q, p, row, a.parameter); }
     enum { ANY_MODE = STABLE };
     template <bool> INLINE Element any(float q, float p) const { return near(q, p); }
 };
@@ -109,7 +109,7 @@ struct FineElements {
         return e;
     }
     enum { ANY_MODE = STABLE };
-    template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, a.parameters); }
+    template <bool> INLINE Element any(float q, float p) const { return stable_element(q, p, row, a.parameter); }
 };
 #endif
 

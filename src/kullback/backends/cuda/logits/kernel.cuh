@@ -204,7 +204,7 @@ INLINE void reduce_grid(const Arguments &a)
 INLINE void run(Arguments a)
 {
 #if SUMS_FROM_MOMENTS
-    a.exponent = chernoff_exponent(a.parameters);
+    a.exponent = chernoff_exponent(a.parameter);
 #endif
     const int index = shfl((int)threadIdx.x / THREADS_PER_ROW, 0); /* so that the compiler sees it uniform */
     RowGroup group = { (int)threadIdx.x % THREADS_PER_ROW, index, 1 };

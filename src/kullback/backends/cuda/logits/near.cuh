@@ -107,7 +107,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
         }
     };
     const auto add_far = [&](NearSums &sums, float x, float y, const Row &row, float &mass, float &cached) {
-        const Element e = stable_element(x, y, row, a.parameters);
+        const Element e = stable_element(x, y, row, a.parameter);
         const float own = input_mass(row, x);
         mass = mass_of(x);
         cached = own > SMALLEST_NORMAL ? (e.d_log_q / own - scale.offset) / scale.factor : 0;

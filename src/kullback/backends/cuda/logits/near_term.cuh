@@ -75,7 +75,7 @@ template <bool SHORT> struct CloseElements {
     INLINE bool is_near(float q, float p) const { return kullback::is_near<SHORT>(row, q, p); }
     INLINE Element near(const Arguments &a, float q, float p) const
     {
-        return without_sum(SHORT ? short_element(q, p, row, a.parameters) : near_element(q, p, row, a.parameters));
+        return without_sum(SHORT ? short_element(q, p, row, a.parameter) : near_element(q, p, row, a.parameter));
     }
     /* Of masses that are not multiplied. Of elements that are near only one mass is found; the other is to be as theirs. */
     INLINE Element far(const Arguments &a, float q, float p, const Row &fast) const
@@ -216,7 +216,7 @@ INLINE float heavy_term(const Arguments &a, float q, float p, const Row &fast, c
 {
 #if HAS_NEAR_ELEMENT
     if (is_near(fast, q, p)) {
-        const Element e = near_element(q, p, fast, a.parameters);
+        const Element e = near_element(q, p, fast, a.parameter);
         return IS_16_BIT ? e.term + fast.log_z_diff_low * e.d_log_q : e.term; /* whose ratio lacks it */
     }
 #endif

@@ -23,6 +23,8 @@ static_assert(RESIDENT && !HAS_AUXILIARY && !WANT_FIGURES);
 
 enum { OF_ESTIMATE = 2, OF_EXCHANGE = 4, IN_TURN = 2 }; /* numbers of a row's estimate, and of an exchange */
 
+static_assert(2 * (OF_ESTIMATE + IN_TURN * OF_EXCHANGE) == 20 && WARP / OF_EXCHANGE == 8); /* PACKETS and MAX_RANKS of symmetric.py */
+
 typedef unsigned long long Packet;
 
 INLINE unsigned now() { return (unsigned)(globaltimer() >> 20); } /* as `timeout`, of 2^20 ns */

@@ -158,7 +158,7 @@ INLINE void sum_tilted(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 {
     const Arguments &a = slice.a;
     const Row row = row_constants<SAFE>(a, found.stats, {});
-    const auto log_tilted = [&](float x, float y) { return safe_log_tilted(input_of(a, x), target_of(a, y), row, a.parameters); };
+    const auto log_tilted = [&](float x, float y) { return safe_log_tilted(input_of(a, x), target_of(a, y), row, a.parameter); };
     RowMax top = { -REAL_INFINITY, 0 };
     each_element<false>(slice, pipeline, group, [&](float x, float y, int) { top.x = max_nan(top.x, log_tilted(x, y)); });
     top = all_reduced(a, pipeline, group, top);
@@ -253,7 +253,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     const float *moments = stats.moments;
     const Element whole = from_moments(HAS_P_LOG_RATIO ? y_inverse * (moments[P_LOG_RATIO] + stats.y_sum_exp * shift) * LN2 : 0,
                                        HAS_Q_LOG_RATIO ? x_inverse * (moments[Q_LOG_RATIO] + stats.x_sum_exp * shift) * LN2 : 0,
-                                       HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameters);
+                                       HAS_CHERNOFF ? moments[CHERNOFF] / stats.x_sum_exp * norm : 0, a.parameter);
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     const float smaller = fminf(fabsf(a.exponent), fabsf(1 - a.exponent));
     const float of_powers = HAS_CHERNOFF ? fmaxf(1, in_range_ratio_or_zero(0.5f, smaller)) : 1; /* sums are 1 - c over that */
@@ -365,7 +365,7 @@ INLINE bool seems_near(const Slice &slice, const RowGroup &group, const RowStats
 /* Of slopes that are cached by the fast formula */
 INLINE SlopeScale fast_scale(const Arguments &a, const RowStats &stats, float predicted)
 {
-    const Coefficients common = fast_coefficients(row_constants<FAST>(a, opaque(stats), {}), a.parameters);
+    const Coefficients common = fast_coefficients(row_constants<FAST>(a, opaque(stats), {}), a.parameter);
     return { common.factor_q, fmaf(common.factor_q, predicted, common.offset_q) };
 }
 
@@ -486,7 +486,7 @@ INLINE bool align_at_peak(const Slice &slice, Pipeline &pipeline, RowGroup &grou
 INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found)
 {
     /* The difference of log-sum-exps that floats found is wrong by the excess. Smooth kinds have its square, and seldom too
-       much of it; total_variation has it as it is. */
+       much of it; one with a corner has it as it is. */
     bool may_be_peaked = HANDLES_PEAKED;
     const auto restore = [&] {
         if (CACHES_DERIVATIVES)
@@ -502,7 +502,7 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
             if (again)
                 continue;
         }
-        const float slope = IS_SMOOTH ? fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)) : 0.5f; /* 0 at a tie */
+        const float slope = HAS_CORNER ? 0.5f : fmaxf(fabsf(found.sums.d_log_p), fabsf(found.sums.d_log_q)); /* else 0 at a tie */
         const float wrong = fabsf(found.sums.q_minus_p) * slope;
         again = found.stats.correction == 0 && warp_all(wrong > 1e-6f * fabsf(found.sums.term) && is_finite(found.sums));
         if (again) {
@@ -644,7 +644,7 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 {
     const Arguments &a = slice.a;
     const unsigned r = slice.row;
-    const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameters).derivative : 0;
+    const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative : 0;
     const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if HAS_AUXILIARY
     if (WANT_GRADIENT)
@@ -741,7 +741,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     }
     release_row(slice, pipeline, group);
 #else
-    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameters);
+    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameter);
     if (!WANT_GRADIENT && a.found && is_first_thread(group)) /* now, so that nothing of it is kept any longer */
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */

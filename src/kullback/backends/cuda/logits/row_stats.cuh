@@ -11,8 +11,8 @@ namespace kullback {
 #define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
 /* Of a pair of logits' differences */
 #define MAX_SPREAD 10.0f
-/* In the sweep that sums and writes, gradients have fewer powers: up to this radius what is left out is 2e-3 of chi2's, less than
-   half an ulp of bfloat16, and 6e-5 of others. */
+/* In the sweep that sums and writes, gradients have fewer powers: up to this radius what is left out is at most 2e-3 of them, less than
+   half an ulp of bfloat16. */
 #define LONG_RATIO 0.375f
 /* Neighbours that differ by more say that elements are far. */
 #define LONG_DIFFERENCE (HAS_FINE_NEAR ? 2.0f : LONG_RATIO)

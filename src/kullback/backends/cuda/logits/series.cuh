@@ -11,7 +11,7 @@ namespace kullback {
 #define TERMS_WHILE_WRITING 5
 
 /* Of a row that is close, the elements whose log-ratio r is below SERIES_RADIUS: powers of r, times √(p·q). Where temperatures
-   differ, the series does not reach the parameters, or the sums are of a tilted distribution, no element is near. */
+   differ, the series does not reach the parameter, or the sums are of a tilted distribution, no element is near. */
 struct Series : LogRatio {
     INLINE Series(const Arguments &a, const RowStats &stats)
         : LogRatio(a, stats)
@@ -88,7 +88,7 @@ INLINE Sums thread_sums_by_series(const Slice &slice, Pipeline &pipeline, const 
         const float q = input_of(a, x), p = target_of(a, y);
         const bool is_added = series.is_near(series.of(q, p)) && i >= slice.head && i < slice.head + slice.body;
         if (!is_added)
-            add<STABLE>(sums, stable_element(q, p, row, a.parameters));
+            add<STABLE>(sums, stable_element(q, p, row, a.parameter));
     }, [&] { return row_constants<STABLE>(a, opaque(stats), {}); });
     powers.add_to(sums, a, series.rest);
     return sums;
