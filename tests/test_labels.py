@@ -391,6 +391,34 @@ def test_smoothed_labels_of_no_rows(backend, device):
 
 
 @EVERY_BACKEND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_divergence_whose_derivative_underflows(backend, device, reduction, dtype):
+    """What labels add to a row's gradient is found by dividing by it."""
+    far_apart = 200.0 if dtype == torch.float32 else 2000.0
+    logits = torch.tensor([[far_apart, 0.0, -1.0]], dtype=dtype, device=device)
+    for options in ({"labels": [2]}, {"labels": [0]}, {"z_weight": 0.1}, {"labels": [1], "z_weight": 0.1}):
+        labels = torch.tensor(options["labels"], device=device) if "labels" in options else None
+        x = logits.clone().requires_grad_()
+        z_weight = options.get("z_weight", 0.0)
+        loss = kullback.divergence(
+            x, logits[:, [1, 0, 2]], "alpha", labels=labels, z_weight=z_weight, reduction=reduction
+        )
+        expected = 2 * z_weight * x.logsumexp(-1) * x.softmax(-1)
+        if labels is not None:
+            expected = expected + x.softmax(-1) - F.one_hot(labels, 3)
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), x)[0], expected.detach(), rtol=1e-6, atol=1e-7)
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("offset", [1e3, 1e6, 1e8])
+def test_a_smoothed_label_far_from_zero_and_tempered(backend, device, offset):
+    x = torch.full((1, 7), offset, device=device)
+    loss = kullback.divergence(x, None, labels=torch.tensor([0], device=device), label_smoothing=0.1, temperature=0.7)
+    assert loss.item() == pytest.approx(math.log(7), rel=1e-6)
+
+
+@EVERY_BACKEND
 def test_smoothed_labels_far_from_zero_and_masked(backend, device, generator):
     """What logits have in common is no loss; of a smoothed label a masked token has a part."""
     x, y = (torch.randn(4, 3001, generator=generator) for _ in range(2))

@@ -415,7 +415,7 @@ def labels_of(given: Tensor | None, input: Tensor, vocab: int) -> Tensor | None:
     return checked
 
 
-LEAST_WEIGHT = 1e-18  # in size: the others are divided by it, in float32
+LEAST_WEIGHT, MOST_WEIGHT = 1e-18, 1e18  # in size: one is divided by another, in float32
 
 
 @remembered
@@ -437,14 +437,13 @@ def weights(
     for name, value in given.items():
         if not -LARGEST < number(name, value) < LARGEST:
             raise ValueError(f"{name} must be finite; got {value}")
-    if divergence_weight and not LEAST_WEIGHT <= abs(divergence_weight) <= 1 / LEAST_WEIGHT:
+    if divergence_weight and not LEAST_WEIGHT <= abs(divergence_weight) <= MOST_WEIGHT:
         raise ValueError(
-            f"divergence_weight must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g} in size; "
-            f"got {divergence_weight}"
+            f"divergence_weight must be 0, or from {LEAST_WEIGHT} to {MOST_WEIGHT:g} in size; got {divergence_weight}"
         )
-    if abs(label_weight) > 1 / LEAST_WEIGHT or abs(z_weight) > 1 / LEAST_WEIGHT:
+    if abs(label_weight) > MOST_WEIGHT or abs(z_weight) > MOST_WEIGHT:
         raise ValueError(
-            f"label_weight and z_weight must be at most {1 / LEAST_WEIGHT:g} in size; got {label_weight} and {z_weight}"
+            f"label_weight and z_weight must be at most {MOST_WEIGHT:g} in size; got {label_weight} and {z_weight}"
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must lie from 0 to less than 1; got {label_smoothing}")
@@ -470,7 +469,7 @@ def check_weights_of_labels(
     weights(True, form, divergence_weight, label_weight, z_weight, label_smoothing)
     if label_weight and abs(label_weight) < LEAST_WEIGHT:
         raise ValueError(
-            f"label_weight without a divergence must be 0, or from {LEAST_WEIGHT} to {1 / LEAST_WEIGHT:g} in size; "
+            f"label_weight without a divergence must be 0, or from {LEAST_WEIGHT} to {MOST_WEIGHT:g} in size; "
             f"got {label_weight}"
         )
 

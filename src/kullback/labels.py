@@ -121,6 +121,16 @@ def weighted_of_masses(
     return loss if row_weight is None else loss * row_weight
 
 
+LEAST_SHARE = 1e-25  # of a divergence's gradient in what labels and log-sum-exps add to it: less does not show
+
+
+def dividing(problem: Problem, d_loss: Tensor) -> Tensor:
+    """Of rows the derivative in the sum of terms, not so near to 0 that what is added could not be divided by it."""
+    weights = problem.weights
+    least = LEAST_SHARE * (abs(weights.label) + abs(weights.z)) / abs(weights.divergence)
+    return torch.where(d_loss.abs() < least, least, d_loss)
+
+
 def shifted(problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:
     """A row's Σ d_log_q with which the divergence's gradient, times its weight, has the factor in it."""
     factor = mass_factor(problem, lse, labels)

@@ -513,6 +513,13 @@ static double mass_factor(const Arguments *a, Label label, double lse)
 {
     return label.token == IGNORED ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
 }
+
+/* As of labels.py */
+static double dividing(const Arguments *a, double d_loss)
+{
+    const double least = 1e-25 * (fabs(a->label_weight) + fabs(a->z_weight)) / fabs(a->divergence_weight);
+    return fabs(d_loss) < least ? least : d_loss;
+}
 #endif
 
 static void clear(const Arguments *a, int64_t r, int64_t n)
@@ -614,6 +621,8 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
 #endif
     double loss = 0;
     if (!has_state) {
+        if (HAS_FAST && found.sums.term < 0) /* by what subnormal masses are rounded */
+            found.sums.term = 0;
         const Finish done = finish(found.sums.term, found.tilted_lse, parameter);
         loss = weight * done.loss;
         d_loss = done.derivative;
@@ -622,13 +631,15 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
 #endif
     }
     if (wants && (!ONE_SWEEP || has_state)) {
-        double upstream = weight * a->scale * d_loss;
+        double upstream = weight * a->scale;
 #if INPUT_IS_LOGITS
         const double factor = mass_factor(a, label, lse(found.input));
+        d_loss = dividing(a, d_loss);
         if (factor != 0)
             row.input_grad_sum = (real)(found.sums.d_log_q - factor / (a->divergence_weight * d_loss));
         upstream *= a->divergence_weight;
 #endif
+        upstream *= d_loss;
         GradOut grad_out = { (real)upstream, 0 };
 #if INPUT_IS_LOGITS
         const double of_label = label.token >= 0 ? weight * a->scale * a->label_weight : 0;

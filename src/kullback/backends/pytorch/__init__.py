@@ -18,7 +18,7 @@ from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, are_far
 from kullback.entropy import entropy_of, entropy_parts
-from kullback.problem import Problem, accumulator, capped, compute_dtype
+from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Operands, Rows, Scale, Scatter, Work, weighted
 
@@ -222,6 +222,8 @@ def _write(work: Rows, chunk: Chunk, state: RowState | None) -> None:
     problem, weight, scale = work.problem, work.row_weight, work.scale * work.problem.weights.divergence
     grad_out: Tensor | float = scale if weight is None else weight * scale
     if state is not None and not problem.formula.finish_is_linear:
+        if problem.has_auxiliary:
+            state = state._replace(d_loss=auxiliary.dividing(problem, state.d_loss))
         grad_out = weighted(state.d_loss * scale, weight)
     upstream = None
     if problem.has_auxiliary and state is not None:
@@ -311,7 +313,8 @@ class Chunk:
             return logit, nothing
         side = self.problem.input
         sums = (capped(self.x[:, part].to(nothing.dtype), side.softcap).sum(-1) for part in self.slices)
-        return logit, sum(sums, nothing) / (side.temperature * max(1, self.x.size(1)))
+        scale = inverse_temperature(side, dtype == torch.float64)
+        return logit, sum(sums, nothing) * (scale / max(1, self.x.size(1)))
 
     def write(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kullback.backends.pytorch.piece import log_sum_exp
 from kullback.forms import SIDES
 from kullback.formula import TENSOR, Value
-from kullback.labels import marks, shifted
+from kullback.labels import dividing, marks, shifted
 from kullback.problem import Problem, accumulator, capped, softcap_grad
 from kullback.state import far_tilted_lse
 from kullback.work import Operands
@@ -83,7 +83,8 @@ def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool,
     total = {"total": sums["term"].sum(-1), "tilted_lse": tilted_lse}
     d_loss = problem.formula.finish.run({**total, **problem.parameters})["derivative"]
     if problem.has_auxiliary:
-        sum_q = shifted(problem, sum_q, torch.as_tensor(d_loss), lse["input"].squeeze(-1), labels)
+        d_loss = dividing(problem, torch.as_tensor(d_loss))
+        sum_q = shifted(problem, sum_q, d_loss, lse["input"].squeeze(-1), labels)
     variables["input_grad_sum"] = sum_q.unsqueeze(-1)
     grad_out = grad_out.to(dtype)
     upstream = (grad_out * (d_loss * problem.weights.divergence)).unsqueeze(-1)

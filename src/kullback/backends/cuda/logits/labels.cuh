@@ -119,6 +119,13 @@ INLINE float shifted_sum(const Arguments &a, const Label &label, const RowStats 
     return factor != 0 ? d_log_q - in_range_ratio_or_zero(factor, a.divergence_weight * d_loss) : d_log_q;
 }
 
+/* As of labels.py */
+INLINE double dividing(const Arguments &a, double d_loss)
+{
+    const float least = 1e-25f * in_range_ratio_or_zero(fabsf(a.label_weight) + fabsf(a.z_weight), fabsf(a.divergence_weight));
+    return FINISH_IS_IDENTITY || !(fabs(d_loss) < (double)least) ? d_loss : (double)least;
+}
+
 /* Before gradients are written: the row's sums as they are to be */
 INLINE void shift_sum(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, Sums &sums, float d_loss)
 {
@@ -159,6 +166,7 @@ INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vecto
         slice.d_input()[token] = own_label().input;
 }
 #else
+INLINE double dividing(const Arguments &, double d_loss) { return d_loss; }
 template <typename F> INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, F, GradOut)
 {
 }

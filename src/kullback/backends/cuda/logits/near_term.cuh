@@ -308,14 +308,14 @@ INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice,
    element is far, or by the fast formula. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats,
-                           const Sums &sums, bool is_close, GradOut grad_out)
+                           const Sums &sums, bool few_are_far, GradOut grad_out)
 {
 #if HAS_NEAR
     find_term_by_polynomials<WRITES, LAST>(found, slice, pipeline, group, stats, sums, grad_out);
 #else
     const Row row = row_constants<FAST>(slice.a, stats, sums);
 #if HAS_NEAR_ELEMENT
-    if (is_close || !REFINES_HEAVY) {
+    if (few_are_far || !REFINES_HEAVY) {
         /* A difference is exact but of logits that are shorter than it: then it is rounded by 2⁻²⁵ of the ratio and of what its like
            have in common. Gradients in float32 of sure tokens show that. */
         const float shared = row.log_z_diff_high;
@@ -328,21 +328,21 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
 #endif
 }
 
-/* This thread's part of the row's sum; its gradients are written. is_close: of elements of which hardly one is far; is_sure: of a row
+/* This thread's part of the row's sum; its gradients are written. few_are_far: hardly an element; is_sure: of a row
    that one sure token may have */
 template <bool WRITES, bool LAST>
-INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums, bool is_close,
+INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums, bool few_are_far,
                           bool is_sure, GradOut grad_out)
 {
 #if HAS_SURE_ROWS
     if (WRITES && is_sure) {
         RowTerms<true> found;
-        find_near_term<WRITES, false>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
+        find_near_term<WRITES, false>(found, slice, pipeline, group, stats, sums, few_are_far, grad_out);
         return found;
     }
 #endif
     RowTerms<false> found;
-    find_near_term<WRITES, LAST>(found, slice, pipeline, group, stats, sums, is_close, grad_out);
+    find_near_term<WRITES, LAST>(found, slice, pipeline, group, stats, sums, few_are_far, grad_out);
     return found;
 }
 #endif

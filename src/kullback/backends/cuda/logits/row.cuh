@@ -23,7 +23,7 @@ struct Found {
     Sums sums;
     int mode = SAFE;
     bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is still to be summed */
-    bool is_close = false;   /* whether hardly an element of it is far */
+    bool few_are_far = false; /* hardly an element of it */
     bool is_equal = false;   /* whether its sides are the same, so that its gradients are 0 */
     bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
     SlopeScale cached = { 1, 0 };
@@ -269,10 +269,10 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
     };
     const auto seems_near = [&] { return REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM); };
-    const auto near = [&](bool is_close = false, bool is_sure = false, int mode = FAST) {
+    const auto near = [&](bool few_are_far = false, bool is_sure = false, int mode = FAST) {
         found.mode = mode;
         found.lacks_term = true;
-        found.is_close = is_close;
+        found.few_are_far = few_are_far;
         found.is_sure = is_sure;
     };
     const auto are_few = [&] { return are_few_apart(slice, pipeline, group, stats); };
@@ -296,19 +296,19 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #if HAS_SURE_ROWS
     else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && may_be_sure()
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
-        const bool is_close = are_few();
+        const bool few_are_far = are_few();
 #if HAS_NEAR_ELEMENT
-        const bool by_ratios = is_close && is_in_reach(slice, pipeline, stats), by_powers = false;
+        const bool by_ratios = few_are_far && is_in_reach(slice, pipeline, stats), by_powers = false;
 #else
-        const bool by_ratios = HAS_NEAR, by_powers = is_close && !HAS_NEAR && SUMS_WHILE_WRITING;
+        const bool by_ratios = HAS_NEAR, by_powers = few_are_far && !HAS_NEAR && SUMS_WHILE_WRITING;
 #endif
         /* Light tokens have a part of the sum as large as their mass; the fast formula rounds of it what it does of any row's. */
         const auto are_light_exact = [&] {
             return is_well_conditioned(found.sums, LEAST_SURE_SUM * (1 + fabsf(shift)))
                 && is_well_conditioned(found.sums, MIN_NEAR_SUM * light_mass(slice, pipeline, group, stats));
         };
-        if (by_ratios || by_powers || (!is_close && are_light_exact()))
-            near(is_close, true, by_powers ? STABLE : FAST);
+        if (by_ratios || by_powers || (!few_are_far && are_light_exact()))
+            near(few_are_far, true, by_powers ? STABLE : FAST);
     }
 #endif
 #if HAS_TILTED_LSE
@@ -644,7 +644,8 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 {
     const Arguments &a = slice.a;
     const unsigned r = slice.row;
-    const double d_loss = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative : 0;
+    const double d_loss
+        = WANT_GRADIENT ? dividing(a, finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative) : 0;
     const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if HAS_AUXILIARY
     if (WANT_GRADIENT)
@@ -654,7 +655,7 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     if (SUMS_WHILE_WRITING && found.mode == STABLE)
         term = write_stable_gradients(slice, pipeline, group, found.stats, found.sums, found.is_sure, grad_out);
     if (found.mode == FAST)
-        term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.is_close,
+        term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.few_are_far,
                                                            found.is_sure, grad_out);
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
     if (a.loss == 0 && a.found == 0) {
@@ -751,7 +752,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
-    write_row(slice, pipeline, group, found, weight, done.derivative);
+    write_row(slice, pipeline, group, found, weight, dividing(a, done.derivative));
 #endif
 }
 
