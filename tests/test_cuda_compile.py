@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from kullback.backends.build import BuildError
-from kullback.backends.cuda import cross_entropy, describe, labels, literal, logits, plan, scale, topk
+from kullback.backends.cuda import cross_entropy, describe, device, labels, literal, logits, plan, scale, topk
 from kullback.backends.cuda.launch import compiled
 from kullback.backends.cuda.source import HERE, inlined
 from kullback.backends.near import NARROW, WIDE, NearShape, OverRootShape
@@ -591,14 +591,14 @@ def test_clusters_of_a_device(monkeypatch, major, clusters, cluster):
 
     properties = SimpleNamespace(major=major, shared_memory_per_block_optin=plan.HOPPER.block_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(logits, "Launcher", Launcher)
-    assert logits.admitted.__wrapped__(0, logits.chip_of.__wrapped__(0)) == plan.HOPPER._replace(cluster=cluster)
+    monkeypatch.setattr(device, "Launcher", Launcher)
+    assert device.admitted.__wrapped__(0, device.chip.__wrapped__(0)) == plan.HOPPER._replace(cluster=cluster)
 
 
 def test_devices_without_clusters_keep_no_rows_on_chip(monkeypatch):
     properties = SimpleNamespace(major=8, shared_memory_per_block_optin=99 << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert logits.chip_of.__wrapped__(0) == plan.NO_CHIP
+    assert device.chip.__wrapped__(0) == plan.NO_CHIP
 
 
 def test_slopes_are_cached_where_half_precision_holds_them():

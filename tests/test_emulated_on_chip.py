@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kullback
-from kullback.backends.cuda import logits, plan
+from kullback.backends.cuda import device, logits, plan
 from kullback.cli import rows as model_rows
 from tests import emulation, kinds, oracle, samples
 from tests.samples import apart, at, dead, equal, far, masked, peaked, spiked
@@ -360,7 +360,7 @@ def test_rows_of_several_blocks(backend, monkeypatch, generator, kind, vocab, dt
 
 def test_a_device_without_room_for_sixteen_blocks(backend, monkeypatch, generator):
     portable = plan.HOPPER._replace(cluster=plan.PORTABLE_CLUSTER)
-    monkeypatch.setattr(logits, "admitted", lambda index, chip: portable)
+    monkeypatch.setattr(device, "admitted", lambda index, chip: portable)
     clusters = []
 
     class Launcher(emulation.Launcher):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kullback
-from kullback.backends.cuda import launch, literal, logits, plan, scale, topk
+from kullback.backends.cuda import device, launch, literal, logits, plan, scale, topk
 from tests import kinds, oracle, samples
 from tests.kinds import KINDS
 from tests.samples import masked, sample
@@ -26,10 +26,10 @@ DEVICES = {
 @pytest.fixture(params=DEVICES)
 def another_device(request, monkeypatch):
     arch, chip = DEVICES[request.param]
-    modules = literal, logits, scale, topk, launch
+    modules = device, literal, logits, scale, topk, launch
     caches = [value for module in modules for value in vars(module).values() if hasattr(value, "cache_clear")]
     monkeypatch.setattr(launch, "architecture", lambda index: arch)
-    monkeypatch.setattr(logits, "chip_of", lambda index: chip)
+    monkeypatch.setattr(device, "chip", lambda index: chip)
     for each in caches:
         each.cache_clear()
     yield

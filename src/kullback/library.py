@@ -93,7 +93,7 @@ def sum_losses(
     total = operands.input.new_empty_strided((), (), dtype=dtype)  # half of new_empty's time
     d_input = gradient_like(operands.input, problem, inplace) if wants[0] else None
     d_target = gradient_like(operands.target, problem) if wants[1] else None
-    _run(Rows(problem, operands, "loss", scale, None, None, None, total, d_input, d_target))
+    _run(Rows(problem, operands, scale=scale, total=total, d_input=d_input, d_target=d_target))
     return total, d_input, d_target
 
 

@@ -18,7 +18,19 @@ import torch
 from kullback.backends import cache, cuda
 from kullback.backends.build import BuildError
 from kullback.backends.c import compile
-from kullback.backends.cuda import cross_entropy, describe, labels, launch, literal, logits, plan, scale, source, topk
+from kullback.backends.cuda import (
+    cross_entropy,
+    describe,
+    device,
+    labels,
+    launch,
+    literal,
+    logits,
+    plan,
+    scale,
+    source,
+    topk,
+)
 
 HERE = Path(__file__).parent
 # Without -fno-gnu-unique libraries share what inline functions have as shared memory, of whatever size.
@@ -108,8 +120,8 @@ def emulated(monkeypatch):
         monkeypatch.setattr(module, "workspace", workspace)
     monkeypatch.setattr(cuda, "why_not", cuda.why_not_here)
     monkeypatch.setattr(cuda, "has_labels_alone", cross_entropy.has_place)
-    monkeypatch.setattr(logits, "chip_of", lambda index: plan.NO_CHIP)
-    monkeypatch.setattr(logits, "admitted", lambda index, chip: chip)
+    monkeypatch.setattr(device, "chip", lambda index: plan.NO_CHIP)
+    monkeypatch.setattr(device, "admitted", lambda index, chip: chip)
     for each in caches:
         each.cache_clear()
     yield
@@ -119,5 +131,5 @@ def emulated(monkeypatch):
 
 def on_chip(monkeypatch, chip=plan.HOPPER):
     """Rows of `emulated` tensors are on chip, where a cluster of blocks with so much memory can hold them."""
-    monkeypatch.setattr(logits, "chip_of", lambda index: chip)
+    monkeypatch.setattr(device, "chip", lambda index: chip)
     logits._prepared.cache_clear()

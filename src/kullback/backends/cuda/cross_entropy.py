@@ -9,7 +9,7 @@ import torch
 
 from kullback.backends.arguments import address, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
-from kullback.backends.cuda import logits, plan
+from kullback.backends.cuda import device, plan
 from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import print_macros, type_macros
@@ -55,7 +55,7 @@ def takes(work: Rows) -> bool:
 
 def has_place(x: torch.Tensor) -> bool:
     """Whether a device's chips hold such rows."""
-    chip = logits.chip_of(x.get_device())
+    chip = device.chip(x.get_device())
     return all(plan.slices(x.size(-1), x.dtype, chip, gradient) is not None for gradient in (False, True))
 
 
@@ -96,7 +96,7 @@ def run(work: Rows) -> None:
     loss_dtype = torch.float32 if output is None else output.dtype
     if work.found is not None:  # of a row and itself; the kernel adds log-sum-exps
         fill(work.found, d_loss=1, mode=Mode.SAFE)
-    placed = plan.slices(x.size(1), x.dtype, logits.chip_of(index), work.d_input is not None)
+    placed = plan.slices(x.size(1), x.dtype, device.chip(index), work.d_input is not None)
     assert placed is not None
     flags = work.d_input is not None, side.softcap != 0, weights.smoothing != 0
     launcher = _launcher(Variant(x.dtype, weight_dtype, loss_dtype, *flags), placed, index)

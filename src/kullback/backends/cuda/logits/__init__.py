@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kullback.backends.arguments import after_tensors, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
-from kullback.backends.cuda import plan
+from kullback.backends.cuda import device, plan
 from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, series
 from kullback.backends.cuda.source import HERE, inlined, text
@@ -48,7 +47,6 @@ OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands"
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
 
-PROBE = 'extern "C" __global__ void probe() {}'
 SLOPE_FACTOR = 64.0  # of slopes that are cached as float16, so that those of close rows are not too short
 
 
@@ -184,7 +182,7 @@ def run(work: Rows) -> None:
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else chip_of(index),
+        plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else device.chip(index),
     )
     space = NO_WORKSPACE if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     exponents = None if figures is None else x.new_empty(rows * warps, dtype=torch.float32)
@@ -214,7 +212,7 @@ def why_not_on_chip(work: Rows) -> str | None:
     dtypes, strides, is_in_phase = _laid_out(x, work.target, work.d_input, work.d_target)
     if not is_in_phase:
         return f"rows of input, target and gradients must be alike in memory; got strides {strides} (0: no gradient)"
-    placed = layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, chip_of(x.get_device()), True)
+    placed = layout(work.problem, x.size(1), *dtypes[:2], work.wants, False, device.chip(x.get_device()), True)
     if placed.shape.resident:
         return None
     return f"{x.size(1)} tokens are too few or too many to stay on chip"
@@ -241,7 +239,7 @@ def _prepared(
     """The kernel, those of its arguments that all calls of such tensors share, and how many warps share a row."""
     placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip, has_peers)
     if placed.cluster > plan.PORTABLE_CLUSTER:
-        placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, admitted(index, chip), has_peers)
+        placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, device.admitted(index, chip), has_peers)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = is_streamed and verb == "gradient"
@@ -394,27 +392,6 @@ def caches_slopes(problem: Problem) -> bool:
 def _launcher(index: int, placed: plan.Layout, variant: Variant) -> Launcher:
     shape = placed.shape
     return Launcher(source(variant, shape), "kullback_logits", index, shape.threads, placed.cluster, placed.shared)
-
-
-@functools.cache
-def chip_of(index: int) -> plan.Chip:
-    properties = torch.cuda.get_device_properties(index)
-    shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
-    if properties.major < 9:
-        return plan.NO_CHIP
-    return plan.Chip(shared, plan.MAX_CLUSTER if properties.major < 12 else plan.PORTABLE_CLUSTER)
-
-
-@functools.cache
-def admitted(index: int, chip: plan.Chip) -> plan.Chip:
-    """With the clusters that are to be had, as far as that can be found out.
-
-    A part of a device may have no sixteen multiprocessors side by side.
-    """
-    with contextlib.suppress(Exception):  # what fails here fails for the kernel too, and says so
-        if Launcher(PROBE, "probe", index, cluster=chip.cluster, shared=chip.block_bytes).blocks:
-            return chip
-    return chip._replace(cluster=plan.PORTABLE_CLUSTER)
 
 
 def _laid_out(x: Tensor, y: Tensor, d_x: Tensor | None, d_y: Tensor | None) -> tuple[Dtypes, list[int], bool]:
