@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kullback
-from kullback import problem
+from kullback import dtypes
 from kullback.backends import pytorch
 from kullback.backends.pytorch import piece
 from kullback.backends.pytorch.programs import Way, adds_partials, program, traits
@@ -296,7 +296,7 @@ class Float64IsForbidden(TorchDispatchMode):
 
 @pytest.fixture
 def without_float64(monkeypatch):
-    monkeypatch.setattr(problem, "WITHOUT_FLOAT64", {"cpu"})
+    monkeypatch.setattr(dtypes, "WITHOUT_FLOAT64", {"cpu"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

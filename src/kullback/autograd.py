@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kullback import backends, library
 from kullback.backends.pytorch.differentiable import gradient_by_formula
-from kullback.problem import Problem, accumulator, decode, kept_dtype
+from kullback.dtypes import accumulator, kept_dtype
+from kullback.problem import Problem, decode
 from kullback.tracing import distinct, is_traced
 from kullback.work import Operands, Scale, weighted
 

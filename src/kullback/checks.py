@@ -19,21 +19,11 @@ from torch import Tensor, distributed
 from kullback import backends, words
 from kullback.choices import Reduction, Tail
 from kullback.divergences import DIVERGENCES
+from kullback.dtypes import UNSIGNED, accumulator, as_ids, kept_dtype
 from kullback.forms import FORMS
 from kullback.labels import are_tokens, assert_tokens, demand
 from kullback.notices import notice
-from kullback.problem import (
-    DIVERGENCE_ALONE,
-    UNSIGNED,
-    WHOLE,
-    Problem,
-    Shard,
-    Side,
-    Weights,
-    accumulator,
-    as_ids,
-    kept_dtype,
-)
+from kullback.problem import DIVERGENCE_ALONE, WHOLE, Problem, Shard, Side, Weights
 from kullback.tracing import has_memory, in_functorch, is_fake, is_symbolic, is_traced, untransformed
 from kullback.work import Labels
 

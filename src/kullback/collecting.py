@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kullback import backends, parallel
+from kullback.dtypes import accumulator, compute_dtype, kept_dtype
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.labels import in_slice, label_logits
-from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature, kept_dtype
+from kullback.problem import Problem, capped, inverse_temperature
 from kullback.tracing import in_functorch, is_traced
 from kullback.work import Describe, Labels, Operands, as_rows, row_vector
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from kullback import backends, checks, collecting, linear, parallel, sharded, statistics, topk
 from kullback.choices import ElementwiseForm, ElementwiseReduction, Form, Reduction, Tail
 from kullback.divergences import Kind
+from kullback.dtypes import as_ids, kept_dtype
 from kullback.forms import FORMS
 from kullback.gathered import gather
 from kullback.linear import Models
-from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side, as_ids, kept_dtype
+from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch, is_traced, untraced

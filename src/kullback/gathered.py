@@ -14,9 +14,10 @@ from torch import Tensor
 
 from kullback import labels as auxiliary
 from kullback import library, parallel
+from kullback.dtypes import kept_dtype
 from kullback.forms import FORMS
 from kullback.outcomes import one_outcome, reference, without_rounding
-from kullback.problem import IGNORED, Problem, Side, Weights, gathered_dtype, kept_dtype
+from kullback.problem import IGNORED, Problem, Side, Weights, gathered_dtype
 from kullback.work import Gather, Operands, as_rows, row_vector, weighted
 
 

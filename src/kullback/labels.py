@@ -15,17 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback.problem import (
-    IGNORED,
-    Problem,
-    Side,
-    Weights,
-    accumulator,
-    capped,
-    compute_dtype,
-    inverse_temperature,
-    kept_dtype,
-)
+from kullback.dtypes import accumulator, compute_dtype, kept_dtype
+from kullback.problem import IGNORED, Problem, Side, Weights, capped, inverse_temperature
 
 
 def counts(labels: Tensor | None, like: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kullback import collecting, parallel
-from kullback.problem import Problem, accumulator, decode
+from kullback.dtypes import accumulator
+from kullback.problem import Problem, decode
 from kullback.state import packed, state_fields
 from kullback.tracing import is_symbolic
 from kullback.work import Operands, Rows

@@ -23,8 +23,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from kullback import backends, collecting, parallel, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, widened
+from kullback.dtypes import accumulator, kept_dtype
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
-from kullback.problem import Problem, accumulator, decode, kept_dtype
+from kullback.problem import Problem, decode
 from kullback.state import packed, state_fields
 from kullback.tracing import distinct, is_batched, is_traced
 from kullback.work import Operands, Rows, Scale, in_memory, weighted

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
+from kullback.dtypes import compute_dtype, kept_dtype
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.forms import FORMS
 from kullback.labels import in_slice, label_logits, losses
 from kullback.outcomes import drop_rounding, reference, sum_of
-from kullback.problem import WHOLE, Problem, Shard, compute_dtype, kept_dtype
+from kullback.problem import WHOLE, Problem, Shard
 from kullback.state import (
     RowState,
     RowStats,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import DIVERGENCES, Divergence, Element, Finish, Moments, Pair
+from kullback.dtypes import accumulator, kept_dtype
 from kullback.forms import FORMS, SIDES, pair, softmax_of
 from kullback.formula import Program, Value, log_geometric_mean, variable
 
@@ -248,36 +249,11 @@ def has_corner(kind: str) -> bool:
 
 
 IGNORED = -100  # the label of a row that has none
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # as stores keep ids; torch has few operations on these
-WITHOUT_FLOAT64 = {"mps"}  # types of devices
-
-
-def as_ids(given: Tensor) -> Tensor:
-    """As int64. What is beyond that is the largest, no token: a negative number may mean something."""
-    ids = given.long()
-    return ids.masked_fill(ids < 0, torch.iinfo(torch.int64).max) if given.dtype == torch.uint64 else ids
-
-
-def accumulator(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums, row weights and upstream gradients: float64 where the device has it."""
-    return torch.float32 if tensor.device.type in WITHOUT_FLOAT64 else torch.float64
-
-
-def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of results and of the few numbers that are gathered from a row: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def gathered_dtype(problem: Problem, tensor: Tensor) -> torch.dtype:
     """`kept_dtype`, or of a row that ranks share more: its logits have no common reference, and need more digits."""
     return accumulator(tensor) if problem.shard.group else kept_dtype(tensor.dtype)
-
-
-# How logits count: capped, times the inverse temperature, in float32 at least
-
-
-def compute_dtype(x: Tensor, y: Tensor) -> torch.dtype:
-    return kept_dtype(torch.promote_types(x.dtype, y.dtype))
 
 
 @functools.lru_cache(maxsize=1024)

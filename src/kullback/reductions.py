@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback.problem import accumulator
+from kullback.dtypes import accumulator
 from kullback.tracing import PLAIN, in_forward_ad, in_functorch, is_symbolic
 
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import Pair, log_of_rest, tilted_scale
+from kullback.dtypes import accumulator
 from kullback.formula import geometric_mean, log_difference, log_geometric_mean, select_near
-from kullback.problem import Problem, accumulator
+from kullback.problem import Problem
 
 
 class Mode(enum.IntEnum):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kullback import backends
-from kullback.problem import IGNORED, Problem, Side, accumulator, capped, compute_dtype, inverse_temperature, kept_dtype
+from kullback.dtypes import accumulator, compute_dtype, kept_dtype
+from kullback.problem import IGNORED, Problem, Side, capped, inverse_temperature
 from kullback.work import NUMBERS, TOKENS, Describe
 
 CHUNK = 1 << 26  # elements of a copy

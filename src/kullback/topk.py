@@ -21,6 +21,7 @@ from kullback import autograd, backends, collecting, parallel
 from kullback import labels as auxiliary
 from kullback.autograd import Context, Gradients, is_differentiated_again, widened
 from kullback.backends.pytorch import topk as in_torch
+from kullback.dtypes import UNSIGNED, as_ids, kept_dtype
 from kullback.gathered import (
     Gathered,
     Teacher,
@@ -44,18 +45,7 @@ from kullback.labels import at_labels, weighted_of_masses
 from kullback.library import SCALARS, BatchInfo, Dims, Scalars, as_arguments, as_numbers, batch_first
 from kullback.library import library as operators
 from kullback.outcomes import log_or_nothing, one_outcome, without_rounding
-from kullback.problem import (
-    DIVERGENCE_ALONE,
-    IGNORED,
-    UNSIGNED,
-    Problem,
-    Side,
-    Weights,
-    as_ids,
-    decode,
-    gathered_dtype,
-    kept_dtype,
-)
+from kullback.problem import DIVERGENCE_ALONE, IGNORED, Problem, Side, Weights, decode, gathered_dtype
 from kullback.tracing import is_traced
 from kullback.work import Entries, Operands, Rows, Scatter, TopK, as_rows, in_memory, row_vector, weighted
 

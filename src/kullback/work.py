@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import DESCRIBED
-from kullback.problem import Problem, Side, accumulator
+from kullback.dtypes import accumulator
+from kullback.problem import Problem, Side
 from kullback.state import Mode, RowStats
 
 Verb: TypeAlias = Literal["loss", "statistics", "accumulate", "gradient"]

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kullback.problem import IGNORED, kept_dtype
+from kullback.dtypes import kept_dtype
+from kullback.problem import IGNORED
 
 FORMAT = "kullback-run/1"
 HEADER, TOKENS, HEAD, TOKENIZER = "run.json", "tokens.safetensors", "head.safetensors", "tokenizer.json"

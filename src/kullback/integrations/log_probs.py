@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import checks, functional
-from kullback.problem import as_ids
+from kullback.dtypes import as_ids
 from kullback.tracing import is_traced
 
 

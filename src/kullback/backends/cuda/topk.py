@@ -12,7 +12,7 @@ from kullback.backends.cuda import plan
 from kullback.backends.cuda.launch import Launcher
 from kullback.backends.cuda.source import HERE, inlined, text
 from kullback.backends.printer import print_macros, type_macros
-from kullback.problem import kept_dtype
+from kullback.dtypes import kept_dtype
 from kullback.work import Entries, Gather, Scatter
 
 THREADS = 256  # of a block

@@ -17,8 +17,9 @@ from torch import Tensor
 from kullback import labels as auxiliary
 from kullback.backends.pytorch import describe, topk
 from kullback.backends.pytorch.piece import Piece, are_far
+from kullback.dtypes import accumulator, compute_dtype
 from kullback.entropy import entropy_of, entropy_parts
-from kullback.problem import Problem, accumulator, capped, compute_dtype, inverse_temperature
+from kullback.problem import Problem, capped, inverse_temperature
 from kullback.state import RowState, RowStats, RowSums, finish, merge_stats, merge_sums, state_of, sums_of, unpacked
 from kullback.work import Describe, Gather, Labels, Operands, Rows, Scale, Scatter, Work, weighted
 

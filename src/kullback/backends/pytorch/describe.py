@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kullback.divergences import DESCRIBED, DIVERGENCES
-from kullback.problem import Problem, Side, accumulator, capped, compute_dtype
+from kullback.dtypes import accumulator, compute_dtype
+from kullback.problem import Problem, Side, capped
 from kullback.work import Describe, Operands, Rows
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kullback.backends.pytorch.piece import log_sum_exp
+from kullback.dtypes import accumulator
 from kullback.forms import SIDES
 from kullback.formula import TENSOR, Value
 from kullback.labels import dividing, marks, shifted
-from kullback.problem import Problem, accumulator, capped, softcap_grad
+from kullback.problem import Problem, capped, softcap_grad
 from kullback.state import far_tilted_lse
 from kullback.work import Operands
 

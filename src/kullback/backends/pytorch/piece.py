@@ -18,19 +18,11 @@ from kullback.backends.pytorch.programs import (
     least_fast_sum,
     program,
 )
+from kullback.dtypes import accumulator, compute_dtype
 from kullback.forms import FORMS, SIDES
 from kullback.formula import Value
 from kullback.labels import Marks
-from kullback.problem import (
-    Problem,
-    accumulator,
-    capped,
-    compute_dtype,
-    has_corner,
-    inverse_temperature,
-    parts_of_lse,
-    softcap_grad,
-)
+from kullback.problem import Problem, capped, has_corner, inverse_temperature, parts_of_lse, softcap_grad
 from kullback.state import Mode, RowState, RowStats, RowSums, far_tilted_lse
 
 MASSES = {"input": "q", "target": "p"}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kullback.dtypes import accumulator, kept_dtype
 from kullback.forms import FORMS
 from kullback.outcomes import (
     IDS,
@@ -19,7 +20,7 @@ from kullback.outcomes import (
     reference,
     sum_of,
 )
-from kullback.problem import Problem, accumulator, capped, kept_dtype, softcap_grad
+from kullback.problem import Problem, capped, softcap_grad
 from kullback.tracing import in_functorch
 from kullback.work import Entries, Gather, Scatter, TopK
 
