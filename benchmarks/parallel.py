@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import kullback
-from kullback import backends, parallel
+from kullback import backends, collectives
 from kullback.cli import bench, reference
 from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, Side
@@ -79,7 +79,7 @@ class GatherVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, slice: Tensor) -> Tensor:
         ctx.width = slice.size(-1)
-        parts = parallel.all_gather(slice, dist.group.WORLD)
+        parts = collectives.all_gather(slice, dist.group.WORLD)
         return parts.movedim(0, 1).flatten(1)
 
     @staticmethod
@@ -223,7 +223,7 @@ def parts(kind: str, slices: list[Tensor], clock: Clock) -> dict[str, float]:
     found["gradient"] = clock.seconds(lambda: backends.run(work))
     for pieces in (2, 4, 8):
         found[f"merge of {pieces}"] = clock.seconds(lambda pieces=pieces: merge(pieces))
-    found["all_gather"] = clock.seconds(lambda: parallel.all_gather(stats, dist.group.WORLD))
+    found["all_gather"] = clock.seconds(lambda: collectives.all_gather(stats, dist.group.WORLD))
     return found
 
 
@@ -339,7 +339,7 @@ def main() -> None:
     latency = {}
     for size in SIZES:
         given = torch.zeros(size // 8, dtype=torch.float64, device=device)
-        latency[size] = clock.seconds(lambda given=given: parallel.all_gather(given, dist.group.WORLD))
+        latency[size] = clock.seconds(lambda given=given: collectives.all_gather(given, dist.group.WORLD))
     save("all_gather_seconds", latency)
     for kind in ("kl", "jensen_shannon"):
         if "dense" in arguments.only:

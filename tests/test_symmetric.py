@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 import kullback
-from kullback import backends, parallel, symmetric
+from kullback import backends, collectives, parallel, symmetric
 from tests import emulation, kinds, oracle, samples
 from tests.ranks import Ranks, counted, spawn
 from tests.tolerances import BF16_CACHED, FLOAT_GRADIENT, LOSS, relative_error
@@ -122,7 +122,7 @@ SOME = ("kl", "jensen_shannon")
 def check_collectives_between(ranks: Ranks):
     """The hidden states' gradient is summed beside products, and beside no kernel that exchanges."""
     events: list[str] = []
-    launch, begin = parallel._in_one_launch, parallel.begin_sum
+    launch, begin = parallel._in_one_launch, collectives.begin_sum
 
     class Sum:
         def __init__(self, begun):
@@ -146,7 +146,7 @@ def check_collectives_between(ranks: Ranks):
     own, teacher = (ranks.slice(head, dim=0) for head in heads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel, "_in_one_launch", launching)
-        patch.setattr(parallel, "begin_sum", beginning)
+        patch.setattr(collectives, "begin_sum", beginning)
         tokens = {"first_token": 2816 * ranks.rank, "total_vocab": 5632}
         kullback.linear_divergence(hidden, own, hidden.detach(), teacher, group=ranks.group, chunk_rows=8, **tokens)
     assert events == ["launch", "begin", "wait"] * 3
@@ -191,9 +191,9 @@ def check_refusals(ranks: Ranks):
     """Of what one rank asks all raise: none waits for it."""
     late = timedelta(seconds=ranks.rank - 1)
     for asked, reason in (
-        ({"rows": 8 * ranks.rank}, "rows must be the same on all ranks, got 0, 8"),
+        ({"rows": 8 * ranks.rank}, "rows must be the same on all ranks; got 0, 8"),
         ({"rows": 0}, "rows must be from 1 to"),
-        ({"timeout": late}, "timeout must be positive, got -1 day"),
+        ({"timeout": late}, "timeout must be positive; got -1 day"),
     ):
         with pytest.raises(ValueError, match=reason):
             kullback.enable_symmetric_memory(ranks.group, **asked)
@@ -268,9 +268,9 @@ def alone():
 
 def test_what_cannot_be_enabled():
     with alone() as group:
-        with pytest.raises(ValueError, match="rows must be from 1 to 214748363, got 0"):
+        with pytest.raises(ValueError, match="rows must be from 1 to 214748363; got 0"):
             kullback.enable_symmetric_memory(group, rows=0)
-        with pytest.raises(ValueError, match="timeout must be positive, got 0:00:00"):
+        with pytest.raises(ValueError, match="timeout must be positive; got 0:00:00"):
             kullback.enable_symmetric_memory(group, timeout=timedelta())
         for rows in (3.5, True, None):
             with pytest.raises(TypeError, match=f"rows must be an integer; got {type(rows).__name__}"):

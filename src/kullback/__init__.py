@@ -2,6 +2,7 @@
 
 from kullback.backends import backend, backend_info
 from kullback.collecting import LossStatistics, collecting_statistics
+from kullback.collectives import checking_ranks
 from kullback.functional import (
     divergence,
     kl_div,
@@ -12,7 +13,6 @@ from kullback.functional import (
     topk_row_statistics,
 )
 from kullback.modules import DivergenceLoss, KLDivLoss, LinearDivergenceLoss
-from kullback.parallel import checking_ranks
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.symmetric import enable_symmetric_memory
 

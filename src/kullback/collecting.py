@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kullback import backends, parallel
+from kullback import backends, collectives
 from kullback.dtypes import accumulator, compute_dtype, kept_dtype
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.labels import in_slice, label_logits
@@ -131,8 +131,8 @@ def logits_at(problem: Problem, x: Tensor, labels: Tensor, dtype: torch.dtype) -
         return logits
     own = label_logits(problem.input, x, in_slice(labels, problem.shard.first_token, x.size(1)), dtype)
     if group:
-        parallel.compare(problem, "statistics of labels")
-        own = parallel.all_gather(own, parallel.resolved(group)).sum(0)
+        collectives.compare(problem, "statistics of labels")
+        own = collectives.all_gather(own, collectives.resolved(group)).sum(0)
     return torch.where(labels < 0, torch.nan, own)
 
 
@@ -156,11 +156,11 @@ def _in_operators(problem: Problem, x: Tensor) -> Tensor:
     values = capped(x.to(accumulator(x)), side.softcap) * inverse_temperature(side, x.dtype == torch.float64)
     lse = values.logsumexp(-1) if x.size(1) else x.new_full((x.size(0),), -math.inf, dtype=values.dtype)
     if group:
-        parallel.compare(problem, "statistics of rows")
-        lse = parallel.all_gather(lse, parallel.resolved(group)).logsumexp(0)
+        collectives.compare(problem, "statistics of rows")
+        lse = collectives.all_gather(lse, collectives.resolved(group)).logsumexp(0)
     parts = entropy_parts(problem, x, lse, compute_dtype(x, x))
     if group:
-        parts = parallel.all_gather(parts, parallel.resolved(group)).sum(0)
+        parts = collectives.all_gather(parts, collectives.resolved(group)).sum(0)
     return torch.stack([lse, entropy_of(parts)])
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from kullback import backends, checks, collecting, linear, parallel, sharded, statistics, topk
+from kullback import backends, checks, collecting, collectives, linear, parallel, sharded, statistics, topk
 from kullback.choices import ElementwiseForm, ElementwiseReduction, Form, Reduction, Tail
 from kullback.divergences import Kind
 from kullback.dtypes import as_ids, kept_dtype
@@ -765,7 +765,7 @@ def linear_divergence(
     if reduced.per_row:
         loss = reduced.finish(linear.per_row(task, models).view(rows))
         if sequence_dim is not None and group is not None and reduction == "none":
-            loss = parallel.own_rows(loss, sequence_dim, group)
+            loss = collectives.own_rows(loss, sequence_dim, group)
     else:
         loss = reduced.finish(linear.total(task, models, reduced.scale))
     return loss if layout is None else sharded.as_dtensor(loss, layout)
@@ -821,7 +821,7 @@ def _vocab(models: Models, valid_vocab: int | None, group: ProcessGroup | None) 
 
 def _gathered(models: Models, sequence_dim: int, group: ProcessGroup) -> Models:
     """The rows of all ranks."""
-    gather_rows = functools.partial(parallel.all_gather_rows, dim=sequence_dim, group=group)
+    gather_rows = functools.partial(collectives.all_gather_rows, dim=sequence_dim, group=group)
     ids = models.ids if models.ids is None or models.ids.dtype in (torch.int32, torch.int64) else as_ids(models.ids)
     return models._replace(
         hidden=gather_rows(models.hidden, sums=True),

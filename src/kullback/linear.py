@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kullback import backends, collecting, parallel, topk
+from kullback import backends, collecting, collectives, parallel, topk
 from kullback.autograd import Context, Gradients, differentiated, waits_for_scaler, widened
 from kullback.dtypes import accumulator, kept_dtype
 from kullback.library import SCALARS, Scalars, as_arguments, as_numbers, library, of_fields, schema_of
@@ -132,7 +132,7 @@ class ModelRows:
         self.row_weight = row_weight
         self.kept = kept  # rows whose logits, or their gradients, are in memory: a chunk's, or several chunks'
         self.summing = summing  # the group whose ranks have parts of the hidden states' gradient, or none
-        self.sums: list[parallel.Sum] = []
+        self.sums: list[collectives.Sum] = []
         self.is_first_product = True
         self.d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wants[0] else None
         self.d_weight: Tensor | None = None
@@ -203,7 +203,7 @@ class ModelRows:
         if self.d_hidden is not None:
             torch.mm(d_logits, self.weight, out=self.d_hidden[rows])
             if self.summing:  # while later chunks are computed
-                self.sums.append(parallel.begin_sum(self.d_hidden[rows], self.summing))
+                self.sums.append(collectives.begin_sum(self.d_hidden[rows], self.summing))
         if self.d_weight is not None:
             self.add_product(self.d_weight, d_logits, self.read(rows))
         if self.d_bias is not None:
@@ -275,7 +275,7 @@ class Chunks:
             self.step, *kept = plan_chunks(models, task.wants, most_bytes, task.widens, shard.width)
         summing = shard.group if task.sums_hidden else ""
         if summing:
-            parallel.compare(task.problem, "gradients of hidden states:", task.wants[0], task.wants[3])
+            collectives.compare(task.problem, "gradients of hidden states:", task.wants[0], task.wants[3])
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (

@@ -10,18 +10,16 @@ the bit everywhere, whichever arrived first. A gradient needs nothing from other
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from kullback import backends
+from kullback.collectives import all_gather, check, is_checking, resolved
 from kullback.dtypes import compute_dtype, kept_dtype
 from kullback.entropy import entropy_of, entropy_parts
 from kullback.forms import FORMS
@@ -44,37 +42,10 @@ from kullback.state import (
 from kullback.symmetric import PacketBuffer, packet_buffer_of
 from kullback.work import Gather, Rows, Scatter, as_rows, row_vector, weighted
 
-_checks: ContextVar[bool] = ContextVar("kullback checking ranks", default=False)
-
-
-@contextlib.contextmanager
-def checking_ranks() -> Iterator[None]:
-    """Let ranks that share a vocabulary compare what they are about to do: where they differ, all raise ValueError.
-
-    Compared are the kind and its numbers, rows and how many entries they have, dtypes, gradients that are wanted, and
-    plans. It costs an exchange of objects before every one of numbers, for which the host waits: for the first steps of
-    a run. It holds for this thread, or task, alone.
-
-    >>> import kullback
-    >>> with kullback.checking_ranks():
-    ...     pass  # losses with a `group`
-    """
-    token = _checks.set(True)
-    try:
-        yield
-    finally:
-        _checks.reset(token)
-
 
 def shard(group: dist.ProcessGroup) -> Shard:
     """Of rows that a group shares."""
     return Shard(group.group_name)
-
-
-def compare(problem: Problem, what: str, *of: object) -> None:
-    """Where ranks are to be checked, that all say the same of what they are about to do."""
-    if problem.shard.group and not torch.compiler.is_compiling() and _checks.get():
-        _check(resolved(problem.shard.group), " ".join(map(str, (what, *of))))
 
 
 def slice_of(
@@ -86,8 +57,8 @@ def slice_of(
     """
     if group is None:
         return WHOLE, width
-    if not torch.compiler.is_compiling() and _checks.get():
-        _check(group, f"slices whose first_token is {'not ' if first_token is None else ''}given")
+    if is_checking():
+        check(group, f"slices whose first_token is {'not ' if first_token is None else ''}given")
     if first_token is not None and total_vocab is not None:
         return Shard(group.group_name, first_token, -(-total_vocab // group.size())), total_vocab
     if torch.compiler.is_compiling():
@@ -246,109 +217,13 @@ def _reference(problem: Problem, x: Tensor, ids: Tensor) -> Tensor:
     return reference(x, ids).squeeze(1)
 
 
-# Rows that ranks have parts of, before or after the vocabulary is shared: sequence parallelism.
-
-
-def all_gather_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool = False) -> Tensor:
-    """Everyone's rows, along one of their dimensions; `sums`: of whose gradient each rank has a part."""
-    if not torch.compiler.is_compiling() and _checks.get():
-        wants = "with" if tensor.requires_grad and torch.is_grad_enabled() else "without"
-        _check(group, f"{list(tensor.shape)} {tensor.dtype}, gathered along dimension {dim}, {wants} a gradient")
-    return AllGatherRows.apply(tensor, dim, group, sums)  # type: ignore[no-any-return]
-
-
-def own_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's of the rows that all have; the gradient of all is wanted on each."""
-    return OwnRows.apply(tensor, dim, group)  # type: ignore[no-any-return]
-
-
-class AllGatherRows(torch.autograd.Function):
-    """`all_gather_rows`.
-
-    What is made of them is the same on all ranks, and so is its gradient, of which each takes its rows'. With `sums`
-    each has a part of the gradient, and the sum of these is scattered.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, sums: bool) -> Tensor:
-        ctx.dim, ctx.group, ctx.sums = dim, group, sums
-        return _all_rows(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None, None]:
-        parts = _parts(grad_out, ctx.dim, ctx.group)
-        own = reduce_scatter(parts, ctx.group) if ctx.sums else parts[ctx.group.rank()]
-        return own, None, None, None
-
-
-class OwnRows(torch.autograd.Function):
-    """`own_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _parts(tensor, dim, group)[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
-        return _all_rows(grad_out, ctx.dim, ctx.group), None, None
-
-
-def _all_rows(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Of everyone's parts, in rank order."""
-    return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _parts(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: each one's rows."""
-    parts: Tensor = tensor.unflatten(dim, (group.size(), -1)).movedim(dim, 0)
-    return parts
-
-
-# Collectives. Those named for tensors are called single from torch 2.13 on, which warns of the older names.
-
-
-def resolved(group: str) -> dist.ProcessGroup:
-    """The group of that name: operators take no objects."""
-    found: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return found
-
-
-def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: everyone's, in rank order."""
-    gathered = tensor.new_empty((group.size(), *tensor.shape))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1), tensor.reshape(-1), group=group)
-    return gathered
-
-
-def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of everyone's sum, of [ranks, ...]."""
-    part = tensor.new_empty(tensor.shape[1:])
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(part, tensor.contiguous().flatten(0, 1), group=group)
-    return part
-
-
-class Sum(Protocol):
-    """One that has begun."""
-
-    def wait(self) -> object: ...
-
-
 def exchanges_in_kernels(group: str) -> bool:
     """Whether kernels of these ranks wait for each other, beside which no collective may run."""
     return bool(group) and packet_buffer_of(resolved(group)) is not None
 
 
-def begin_sum(tensor: Tensor, group: str) -> Sum:
-    """Begin to put everyone's sum in the tensor's place, beside what is computed until it is waited for."""
-    begun: Sum = dist.all_reduce(tensor, group=resolved(group), async_op=True)
-    return begun
-
-
 def _check_work(work: Rows | Gather, rows: int, how: str = "by collectives") -> None:
-    if not _checks.get():
+    if not is_checking():
         return
     tensors = {name: tensor for name, tensor in work._asdict().items() if isinstance(tensor, Tensor)}
     if isinstance(work, Rows):
@@ -358,13 +233,4 @@ def _check_work(work: Rows | Gather, rows: int, how: str = "by collectives") -> 
         count += f" of {work.ids.size(1)} entries and {work.others} more"
     shared = dataclasses.replace(work.problem, vocab=0, shard=work.problem.shard._replace(first_token=0))
     dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-    _check(resolved(work.problem.shard.group), f"{shared}, {count}, {how}, {dtypes}")
-
-
-def _check(group: dist.ProcessGroup, mine: str) -> None:
-    """That all are about to do the same."""
-    asked: list[Any] = [None] * group.size()
-    dist.all_gather_object(asked, mine, group=group)
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
-            raise ValueError(f"ranks must ask for the same; got {asked[0]} of rank 0 and {other} of rank {rank}")
+    check(resolved(work.problem.shard.group), f"{shared}, {count}, {how}, {dtypes}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kullback import autograd, backends, collecting, parallel
+from kullback import autograd, backends, collecting, collectives, parallel
 from kullback import labels as auxiliary
 from kullback.autograd import Context, Gradients, is_differentiated_again, widened
 from kullback.backends.pytorch import topk as in_torch
@@ -73,7 +73,7 @@ def teacher(
     Rows of weight 0 do not count, whatever their entries.
     """
     skipped = None if row_weight is None else row_weight.detach() == 0
-    parallel.compare(problem, "entries:", of)
+    collectives.compare(problem, "entries:", of)
     if indices.dtype in UNSIGNED:
         indices = as_ids(indices)
     read = of._replace(tail="zero", as_logits=False) if of.tail == "support" else of
@@ -432,7 +432,7 @@ def of_labels(
 ) -> Tensor:
     """`weighted_of_masses` of rows [..., vocab], whichever rank has the labels' tokens, and the gradient of each."""
     values = problem.narrow(input)
-    parallel.compare(problem, "labels by", weights)
+    collectives.compare(problem, "labels by", weights)
     if problem.shard.group:
         ids = torch.where(labels == IGNORED, -1, labels).unsqueeze(-1)
         own = autograd.applied(GatherRows, input, ids, problem, 0).squeeze(-1)

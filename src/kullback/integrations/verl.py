@@ -17,8 +17,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from kullback import functional
+from kullback.collectives import all_gather
 from kullback.integrations.log_probs import as_int64, log_probs_at, slices_of
-from kullback.parallel import all_gather
 
 # Loss modes that `register` gives verl.
 MODES = {"kullback_kl_topk": "kl", "kullback_reverse_kl_topk": "reverse_kl"}
