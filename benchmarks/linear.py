@@ -286,8 +286,8 @@ def topk_case(rows, vocab, k, device, clock):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-    parser.add_argument("--only", choices=["linear", "topk", "long"], help="one part")
+    parser.add_argument("--out", type=Path, required=True, help="folder for linear.json")
+    parser.add_argument("--only", choices=["linear", "topk", "long"], help="one part, in a file of its own")
     arguments = parser.parse_args()
     if arguments.only in (None, "linear"):
         real.find("real")  # before any work
@@ -295,9 +295,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = bench.Clock(device, 10 if device == "cuda" else 7)
     result = {"provenance": bench.provenance(device), "linear": [], "topk": [], "long": None}
+    name = f"linear_{arguments.only}.json" if arguments.only else "linear.json"
 
     def save() -> None:
-        (arguments.out / "linear.json").write_text(json.dumps(result, indent=1) + "\n")
+        (arguments.out / name).write_text(json.dumps(result, indent=1) + "\n")
 
     if arguments.only in (None, "topk"):
         for case in TOPK_GPU if device == "cuda" else TOPK_CPU:

@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for near.json")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     with kullback.backend("c"):
         results = [measure(*case) for case in CASES]
     report = {"rows": ROWS, "vocab": VOCAB, "results": results, "provenance": bench.provenance("cpu")}

@@ -42,6 +42,7 @@ from kullback.work import Operands, Rows
 
 DENSE, LINEAR = (8192, 151936), (8192, 4096, 151936)
 SMALL_DENSE, SMALL_LINEAR = (64, 1003), (64, 32, 1003)
+PARTS = ("dense", "linear", "graph")
 SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 22)  # bytes that each rank gives to an all-gather
 CHECKED = 64  # rows whose gradients are found in float64
 
@@ -317,8 +318,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for parallel.json")
     parser.add_argument("--small", action="store_true", help="shapes for a CPU")
-    parser.add_argument("--only", nargs="*", default=["dense", "linear", "graph"], help="which to measure")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts, in a file of their own")
     arguments = parser.parse_args()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        parser.error("torchrun has to start it: torchrun --nproc-per-node 2 benchmarks/parallel.py --out FOLDER")
+    parts = arguments.only or PARTS
+    name_of_file = "_".join(["parallel", *(arguments.only or [])]) + ".json"
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpus else torch.device("cpu")
     if has_gpus:
@@ -334,7 +339,7 @@ def main() -> None:
         result[name] = measured
         if is_first:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / "parallel.json").write_text(json.dumps(result, indent=1) + "\n")
+            (arguments.out / name_of_file).write_text(json.dumps(result, indent=1) + "\n")
 
     latency = {}
     for size in SIZES:
@@ -342,11 +347,11 @@ def main() -> None:
         latency[size] = clock.seconds(lambda given=given: collectives.all_gather(given, dist.group.WORLD))
     save("all_gather_seconds", latency)
     for kind in ("kl", "jensen_shannon"):
-        if "dense" in arguments.only:
+        if "dense" in parts:
             save(f"dense {kind}", dense(kind, *(SMALL_DENSE if arguments.small else DENSE), device, clock))
-        if "linear" in arguments.only:
+        if "linear" in parts:
             save(f"linear {kind}", hidden_states(kind, *(SMALL_LINEAR if arguments.small else LINEAR), device, clock))
-    if has_gpus and "graph" in arguments.only:
+    if has_gpus and "graph" in parts:
         save("graph", graph(*(SMALL_DENSE if arguments.small else DENSE), device, clock))
     if is_first:
         table(result)

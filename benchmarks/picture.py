@@ -3,6 +3,7 @@
 Time against the floor on a language model's rows, and the curve of examples/smollm2.py.
 """
 
+import argparse
 import json
 import runpy
 from pathlib import Path
@@ -74,6 +75,7 @@ def draw(axes: plt.Axes, results: list[dict]) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8"))["results"]
     matplotlib.rcParams.update({"svg.hashsalt": "kullback", "font.family": "DejaVu Sans"})
     figure, panels = plt.subplots(len(STUDENTS), figsize=(6, 6.6), layout="constrained", sharex=True)

@@ -141,7 +141,7 @@ def measured(peak_bytes):
 def test_the_table_is_whole_in_a_usual_terminal(terminal, capsys, peak_bytes):
     result = measured(peak_bytes)
     result["results"][-1] = {"name": "liger", "task": "forward + gradient", "failed": "ValueError: " + "[no] " * 30}
-    commands._show(result, took=3.0)
+    commands._show(result, 3.0, commands.console)
     lines = capsys.readouterr().out.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if " ms " in line) :]
     rows = [line.rstrip() for line in table[: 1 + len(bench.TASKS) + len(result["results"])]]
@@ -159,8 +159,8 @@ def test_the_table_is_whole_in_a_usual_terminal(terminal, capsys, peak_bytes):
 def test_a_ceiling_that_is_exceeded_is_explained(terminal, capsys, share):
     result = measured(None)
     result["results"][0]["of_ceiling"] = share
-    commands._show(result, took=3.0)
-    assert ("stay in a cache" in capsys.readouterr().out) == (share > 1)
+    commands._show(result, 3.0, commands.console)
+    assert ("More than the ceiling" in capsys.readouterr().out) == (share > 1)
 
 
 def test_bars_begin_at_zero_and_nothing_is_cut_or_hidden(tmp_path, monkeypatch):
@@ -276,7 +276,7 @@ def test_bench_writes_before_it_shows(tmp_path, monkeypatch):
     """Whoever reads what is shown may have gone."""
     shown = []
     monkeypatch.setattr(bench, "bench", lambda *given, **named: measured(None))
-    monkeypatch.setattr(commands, "_show", lambda result, took: shown.append((tmp_path / "out.json").exists()))
+    monkeypatch.setattr(commands, "_show", lambda result, took, out: shown.append((tmp_path / "out.json").exists()))
     assert run("bench", "--shape", "8x8", "--json", str(tmp_path / "out.json")).exit_code == 0
     assert shown == [True]
 
@@ -447,3 +447,23 @@ def test_info_clears_the_cache(tmp_path, monkeypatch):
     assert result.exit_code == 0
     assert "removed 2 files" in result.output
     assert not list(kernels.entries())
+
+
+def test_rivals_that_cannot_be_set_up_say_why(monkeypatch):
+    def refuse(loss):
+        raise UnicodeDecodeError("ascii", b"\xc3", 0, 1, "no character")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    result = bench.bench(8, 16, "float32", "probs", "kl", "cpu", 1, lambda what: None)
+    failed = {entry["name"]: entry["failed"] for entry in result["results"] if "failed" in entry}
+    assert failed.keys() == {"torch.compile"}
+    assert "no character" in failed["torch.compile"]
+
+
+def test_too_little_memory_is_said_before_the_work(monkeypatch):
+    monkeypatch.setattr(bench, "fitting_rows", lambda rows, *of: min(rows, 5))
+    begun = []
+    monkeypatch.setattr(bench, "bench", lambda *of, **options: begun.append(of) or 1 / 0)
+    result = run("bench", "--shape", "8x8")
+    assert "8 rows asked for, and 5 taken" in result.output
+    assert begun

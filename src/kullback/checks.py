@@ -130,9 +130,12 @@ def _parameter(kind: str, params: Mapping[str | float, str | float]) -> float:
                 raise ValueError(f"there is no argument {name!r}: {words.ARGUMENTS[str(name)]}{own}")
             if name in ARGUMENTS:
                 raise ValueError(f"there is no argument {name!r} of this function, only of others")
+            whose, nearest = _whose(str(name)), words.nearest(str(name), (*names, *ARGUMENTS))
+            own = f"it has: {', '.join(names) or 'none'}"
+            if whose:
+                raise ValueError(f"kind {kind!r} has no parameter {name!r}{nearest}; {own}{whose}")
             raise ValueError(
-                f"kind {kind!r} has no parameter {name!r}{words.nearest(str(name), (*names, *ARGUMENTS))}; "
-                f"it has: {', '.join(names) or 'none'}{_whose(str(name))}"
+                f"there is no argument {name!r}, and kind {kind!r} has no parameter of that name{nearest}; {own}"
             )
         given = number(str(name), value)
         if not (-LARGEST < given < LARGEST and known.admits(given)):

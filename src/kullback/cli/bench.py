@@ -70,6 +70,19 @@ def _available_memory() -> int:
     return 4 << 30
 
 
+def _compiled(loss: Loss) -> Loss:
+    """By torch.compile: where it cannot even be set up, a loss that says so."""
+    try:
+        return torch.compile(loss)
+    except Exception as error:  # of any kind: inductor looks at compilers and locales
+        reason = error
+
+    def failing(x: Tensor, y: Tensor) -> Tensor:
+        raise reason
+
+    return failing
+
+
 def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
     """Names and losses: the sum over rows divided by their number."""
     parameters = DIVERGENCES[kind].defaults
@@ -85,7 +98,7 @@ def contestants(kind: str, form: str) -> Iterator[tuple[str, Loss]]:
             return torch.nn.functional.kl_div(log_q, y, reduction="batchmean", log_target=form == "log_probs")
 
     yield "eager", eager
-    yield "torch.compile", torch.compile(eager)
+    yield "torch.compile", _compiled(eager)
     if form != "probs" and kind in ("kl", "jensen_shannon") and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss  # type: ignore[import-not-found]
 
@@ -248,7 +261,7 @@ def bench(
             except Exception as error:  # a rival's failure is a result too
                 if name == "kullback":
                     raise
-                entry["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                entry["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             else:
                 entry["of_ceiling"] = TASKS[task] * a_pass / entry["seconds"]
                 if name == "kullback" and task == "forward":

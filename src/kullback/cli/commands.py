@@ -93,8 +93,8 @@ def _put(option: str, path: Path, write: Callable[[Path], None]) -> None:
         raise typer.Exit(USAGE)
 
 
-def _wrote(path: Path) -> None:
-    console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+def _wrote(path: Path, out: Console = console) -> None:
+    out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -222,7 +222,8 @@ def bench(
     writable("--plot", plot, PLOTS)
     of_file = None if source in ("random", "made") else rows_module.find(source).resolve()
     kept_apart((json_path, plot), lambda path: path == of_file)
-    if bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device) < 1:
+    fitting = bench_module.fitting_rows(rows, vocab, bench_module.DTYPES[dtype], device)
+    if fitting < 1:
         raise typer.BadParameter(f"no row of {vocab} tokens fits the memory of {device}", param_hint="--shape")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter(
@@ -231,15 +232,19 @@ def bench(
         )
     if plot is not None and students:
         raise typer.BadParameter("it draws one case: random rows", param_hint="--plot")
+    out = evaluate.console([json_path, plot])
+    if fitting < rows:
+        out.print(f"[yellow]{rows} rows asked for, and {fitting} taken: memory is short[/]")
     repeats = repeats or (20 if device == "cuda" else 3)
     cases = [*((source, name) for name in students), ("random", "")]
     results = []
-    for origin, name in cases:
+    for number, (origin, name) in enumerate(cases, 1):
         torch._dynamo.reset()
         begin = time.monotonic()
         with _progress(12 if form == "logits" else 10) as progress:
+            of_cases = f"{number} of {len(cases)}: " if len(cases) > 1 else ""
             result = bench_module.bench(
-                *(rows, vocab, dtype, form, kind, device, repeats, progress),
+                *(rows, vocab, dtype, form, kind, device, repeats, lambda what, of=of_cases: progress(of + what)),
                 noise=noise,
                 source=origin,
                 student=name,
@@ -249,16 +254,16 @@ def bench(
         if json_path is not None:  # before anything is shown: whoever reads that may have gone
             text = writing.as_json(results if students else result)
             _put("--json", json_path, functools.partial(writing.put_text, text=text))
-        _show(result, took)
+        _show(result, took, out)
     if json_path is not None:
-        _wrote(json_path)
+        _wrote(json_path, out)
     if plot is not None:
         draw = functools.partial(bench_module.plot, results[0], plot.suffix[1:])
         _put("--plot", plot, functools.partial(writing.put, write=draw))
-        _wrote(plot)
+        _wrote(plot, out)
     worst = max(result["worst_row_error"] for result in results)
     if worst > ROW_BUDGET[dtype]:
-        console.print(f"[red]a row is off by {worst:.1e}[/]")
+        out.print(f"[red]a row is off by {worst:.1e}[/]")
         raise typer.Exit(1)
 
 
@@ -294,17 +299,15 @@ def _parse_shape(shape: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _show(result: dict[str, Any], took: float) -> None:
+def _show(result: dict[str, Any], took: float, out: Console) -> None:
     case, origin, entries = result["case"], result["provenance"], result["results"]
     whose = f"{case['student']} of {case['source']} rows, " if "student" in case else ""
-    console.print(
+    out.print(
         f"{case['kind']} from {case['form']}, {whose}{case['rows']} x {case['vocab']} {case['dtype']}, "
         f"{origin['device']}, torch {origin['torch']}",
         markup=False,
         highlight=False,
     )
-    if case["rows"] < result["rows_asked"]:
-        console.print(f"[yellow]{result['rows_asked']} rows asked for; memory is short[/]")
     measures_memory = any(e.get("peak_bytes") is not None for e in entries)
     table = Table("", box=None, pad_edge=False)
     for title in ("ms", "of ceiling", "kullback = 1", "error", *(["peak MiB"] if measures_memory else [])):
@@ -315,24 +318,28 @@ def _show(result: dict[str, Any], took: float) -> None:
         for e in entries:
             if e["task"] == task:
                 table.add_row(*_row(e, ours[task]))
-    console.print(table)
+    out.print(table)
     for e in entries:
         if "failed" in e:
-            console.print(f"{e['name']}, {e['task']}: {e['failed']}", style="yellow", markup=False, highlight=False)
+            out.print(f"{e['name']}, {e['task']}: {e['failed']}", style="yellow", markup=False, highlight=False)
     # From logits most of the work is measured against a copy: `bench.TASKS` has the passes of each task.
     unit, what, rest = (
         ("copy", "copying an input", ", a row and then its gradient 2.5 times")
         if case["form"] == "logits"
         else ("read", "reading both inputs", "")
     )
-    console.print(
+    out.print(
         f"Ceiling: {what} takes {bench_module.milliseconds(result[f'{unit}_seconds'])} ms "
         f"({result[f'{unit}_terabytes_a_second']:.3g} TB/s), forward as long, each gradient half as long again{rest}. "
         f"Worst row against float64: {result['worst_row_error']:.0e}. Measured in {took:.0f} s.",
         highlight=False,
     )
     if any(e.get("of_ceiling", 0) > 1.1 for e in entries):
-        console.print("More than the ceiling: tensors of this size stay in a cache. Take more rows.", highlight=False)
+        out.print(
+            "More than the ceiling: other work disturbed that, or tensors of this size stay in a cache. "
+            "Repeat it, or take more rows.",
+            highlight=False,
+        )
 
 
 def _row(e: dict[str, Any], ours: float) -> list[str]:

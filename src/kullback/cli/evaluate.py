@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -52,8 +52,10 @@ class Output(Console):
         os.close(nowhere)
 
 
-def console() -> Console:
-    found = Output(emoji=False)  # names and texts are shown as they are
+def console(outputs: Iterable[Path | None] = ()) -> Console:
+    """Standard output, or standard error where that is one of the outputs."""
+    is_taken = any(path is not None and writing.descriptor(path) == 1 for path in outputs)
+    found = Output(emoji=False, stderr=is_taken)  # names and texts are shown as they are
     found.width = max(found.width, LEAST_WIDTH)
     return found
 
@@ -112,8 +114,11 @@ def record(
 
     try:
         recorder.check_own(output)
+        recorder.check_text(text, window, groups)
     except (runs.MismatchError, OSError) as error:
         _refuse(error)
+    if not Path(model).exists():
+        typer.echo(f"there is no {model} here: asked for at huggingface.co, or in its cache", err=True)
     try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
     except Exception as error:  # transformers, tokenizers and what quantised weights need have errors of all kinds
@@ -269,10 +274,11 @@ def compare(
 
 
 def _show(found: dict[str, Any], wrote: list[Path]) -> bool:
+    out = console(wrote)
     try:
-        show(found)
+        show(found, out)
         for path in wrote:
-            _say(f"wrote {escape(str(path))}")
+            _say(f"wrote {escape(str(path))}", out)
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
@@ -281,8 +287,7 @@ def _show(found: dict[str, Any], wrote: list[Path]) -> bool:
     return True
 
 
-def show(found: dict[str, Any]) -> None:
-    out = console()
+def show(found: dict[str, Any], out: Console) -> None:
     for line in tables.heading(found):
         out.print(line, markup=False, highlight=False)
     for warning in found["warnings"]:
@@ -352,5 +357,5 @@ def _refuse(error: Exception) -> NoReturn:
     raise typer.Exit(MISMATCH) from error
 
 
-def _say(text: str) -> None:
-    console().print(text, highlight=False, soft_wrap=True)
+def _say(text: str, out: Console | None = None) -> None:
+    (out or console()).print(text, highlight=False, soft_wrap=True)

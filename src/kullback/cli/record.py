@@ -52,6 +52,10 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
     )
     if is_path and not Path(name).exists():
         raise FileNotFoundError(f"there is no {name}")
+    if Path(name).is_dir() and gguf_file is None and not (Path(name) / "config.json").exists():
+        raise FileNotFoundError(f"{name} has no config.json, as the folder of a model does")
+    if Path(name).exists() and revision is not None:
+        raise ValueError(f"--revision {revision}: {name} is here, and a folder has no revisions")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = name
@@ -86,18 +90,30 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
     return Loaded(model.eval().requires_grad_(False).to(device), tokenizer, about)
 
 
-def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | None, column: str | None) -> Text:
-    """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
-    if path.is_dir() or _begins(path, runs.MAGIC):
+def check_text(path: Path, window: int | None, column: str | None) -> None:
+    """What can be said of a text before a model is loaded."""
+    if _has_tokens(path):
         if column:
             raise MismatchError(f"--groups {column}: {path} is no text; a recording's groups are kept as they are")
         if window:
             raise MismatchError(f"--window {window}: {path} is no text; its windows are kept as they are")
+        if runs.open_source(path).layout.tokens is None:
+            raise MismatchError(f"{path} has no tokens that could be read again")
+    elif not any(text for text, _ in _documents(path, column)):
+        raise MismatchError(f"{path} has fewer than two tokens")
+
+
+def _has_tokens(path: Path) -> bool:
+    """Whether it is a recording, or a llama.cpp file."""
+    return path.is_dir() or _begins(path, runs.MAGIC)
+
+
+def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | None, column: str | None) -> Text:
+    """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
+    check_text(path, window, column)
+    if _has_tokens(path):
         return _tokens_again(path, tokenizer, windows)
-    try:
-        documents = list(_documents(path, column))
-    except UnicodeDecodeError as error:
-        raise MismatchError(f"{path} is no text in UTF-8: {error}") from error
+    documents = list(_documents(path, column))
     names = sorted({name for _, name in documents if name is not None})
     window, parts, document, group = window or WINDOW, [], [], []
     first = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
@@ -108,7 +124,7 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
             own = [*first, *ids[start : start + step]]
             if len(own) < 2:
                 continue
-            parts.append(torch.tensor([*own, *[NO_TOKEN] * (window - len(own))], dtype=torch.int32))
+            parts.append(torch.tensor(own, dtype=torch.int32))
             document.append(number)
             group.append(names.index(name) if name is not None else 0)
             if len(parts) == windows:
@@ -118,7 +134,7 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
     if not parts:
         raise MismatchError(f"{path} has fewer than two tokens")
     return Text(
-        torch.stack(parts),
+        torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=NO_TOKEN),
         torch.tensor(document, dtype=torch.int32),
         torch.tensor(group, dtype=torch.int32) if column else None,
         names,
@@ -138,10 +154,9 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
     source = runs.open_source(path)
-    tokens, layout = source.layout.tokens, source.layout
-    if tokens is None:
-        raise MismatchError(f"{path} has no tokens that could be read again")
-    tokens = tokens.int().clone()
+    layout = source.layout
+    assert layout.tokens is not None  # as `check_text` found
+    tokens = layout.tokens.int().clone()
     if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
         tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
 
@@ -157,6 +172,14 @@ def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
 
 
 def _documents(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
+    """Texts, and to which group each belongs."""
+    try:
+        yield from _parsed(path, column)
+    except UnicodeDecodeError as error:
+        raise MismatchError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _parsed(path: Path, column: str | None) -> Iterator[tuple[str, str | None]]:
     if path.suffix != ".jsonl":
         if column:
             raise MismatchError(f"--groups {column}: {path.name} has no columns; they are those of a .jsonl file")
@@ -325,7 +348,11 @@ def _check_known(folder: Path, about: dict[str, Any]) -> None:
     known = runs.header_of(folder)
     other = sorted(key for key in about if key != "runtime" and known.get(key) != about[key])
     if other:
-        differences = "; ".join(f"{key}: {known.get(key)!r} there, {about[key]!r} now" for key in other)
+        first = sorted(
+            other, key=lambda key: (key not in ("model", "gguf_file", "revision"), isinstance(about[key], dict))
+        )
+        told = lambda value: "another" if isinstance(value, dict) else repr(value)
+        differences = "; ".join(f"{key}: {told(known.get(key))} there, {told(about[key])} now" for key in first)
         raise MismatchError(f"{folder} has another recording ({differences}): give another folder, or delete that one")
 
 

@@ -229,6 +229,7 @@ def distil(
         return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
 
     def divergence(hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
+        checks.check_tokens(labels, own.weight.size(0))
         hidden = hidden.to(own.weight.dtype)
         of_student: dict[str, Any] = {
             "bias": own.bias,
