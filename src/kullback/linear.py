@@ -119,13 +119,17 @@ class ModelRows:
         hidden: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        wants: Sequence[bool],
-        step: int,
-        kept: int,
         dtype: torch.dtype,
-        row_weight: Tensor | None,
-        summing: str,
+        *,
+        wants: Sequence[bool] = (False, False, False),
+        step: int | None = None,
+        kept: int | None = None,
+        row_weight: Tensor | None = None,
+        summing: str = "",
     ) -> None:
+        """dtype: of the logits. step: rows of a chunk; without it there is one chunk."""
+        step = step or max(1, hidden.size(0))
+        kept = kept or step
         self.weight, self.bias = weight, bias
         self.hidden = hidden
         self.wants = wants  # the gradient of each of these
@@ -244,9 +248,8 @@ class ModelRows:
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Rows' logits, in float32 where operands are of 16 bits."""
-    rows = max(1, hidden.size(0))  # of none a chunk of one, which has none
-    model = ModelRows(hidden, weight, bias, (False,) * 3, rows, rows, logits_dtype(hidden, widens=True), None, "")
-    return model.values(slice(0, rows))
+    model = ModelRows(hidden, weight, bias, logits_dtype(hidden, widens=True))
+    return model.values(slice(0, hidden.size(0)))
 
 
 def _buffer(like: Tensor, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
@@ -279,7 +282,15 @@ class Chunks:
         dtypes = [logits_dtype(hidden, task.widens) for hidden in (models.hidden, models.target)]
         sides = ((models[:3], task.wants[:3]), (models[3:6], task.wants[3:]))
         self.student, self.teacher = (
-            ModelRows(*side, wants, self.step, rows, dtype, models.row_weight, summing)
+            ModelRows(
+                *side,
+                dtype,
+                wants=wants,
+                step=self.step,
+                kept=rows,
+                row_weight=models.row_weight,
+                summing=summing,
+            )
             for (side, wants), rows, dtype in zip(sides, kept, dtypes, strict=True)
         )
 

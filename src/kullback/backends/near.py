@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kullback.backends.lowering import with_corner
+from kullback.divergences import DESCRIBED, DIVERGENCES
 from kullback.problem import element_at, has_corner
 
 
@@ -164,3 +166,39 @@ def shortest_fit(
     """Of so many factors as first reach; None if none do."""
     found = (near_fit(values_of, first, count, tolerance, radius) for count in counts)
     return next((factors for factors in found if factors is not None), None)
+
+
+class Polynomial(NamedTuple):
+    """Σ factor · r^k, from the first power on."""
+
+    is_of_size: bool  # of |r| in place of r
+    first: int
+    factors: tuple[float, ...]
+
+
+@functools.cache
+def described_polynomials() -> dict[str, Polynomial]:
+    """Of each term of described kinds (`lowering.described_terms`), over √(p·q)."""
+
+    def fitted(values_of: Callable[[Tensor], Tensor], first: int) -> tuple[float, ...]:
+        factors = shortest_fit(values_of, first, NEAR_TOLERANCE, range(1, MOST_TERMS + 1))
+        assert factors is not None, "no polynomial reaches"
+        return factors
+
+    def of_kind(kind: str) -> Polynomial:
+        term, first = term_over_root(kind, DIVERGENCES[kind].default)
+        return Polynomial(has_corner(kind), first, fitted(term, first))
+
+    return {kind: of_kind(kind) for kind in DESCRIBED} | {
+        "q_minus_p": Polynomial(False, 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1)),
+        "slope": Polynomial(True, 0, (_described_slope(),)),
+    }
+
+
+def _described_slope() -> float:
+    """Of the term that has a corner, beside it, where p is more than q (`lowering.described_terms`).
+
+    By it a rounding is multiplied, and what is left of a term where that counts is near the corner.
+    """
+    element = element_at(with_corner(), 0.0, torch.tensor([1e-9], dtype=torch.float64, device="cpu"))
+    return round(float(element.d_log_p - element.d_log_q), 6)

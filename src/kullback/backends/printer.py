@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
-from torch import Tensor
 
 from kullback.backends.lowering import (
     described_terms,
@@ -17,11 +16,11 @@ from kullback.backends.lowering import (
     slopes_of,
     with_corner,
 )
-from kullback.backends.near import MOST_TERMS, NEAR_TOLERANCE, WIDE, shortest_fit, term_over_root
+from kullback.backends.near import WIDE, described_polynomials
 from kullback.divergences import DESCRIBED, DIVERGENCES, Moments
 from kullback.forms import FORMS, ROW_VARIABLES
 from kullback.formula import Program
-from kullback.problem import IGNORED, Formula, element_at, formula, has_corner, moments_of
+from kullback.problem import IGNORED, Formula, formula, moments_of
 from kullback.state import FAR_TILTED_LSE, Mode, RowState, RowStats, RowSums, fields
 from kullback.work import NUMBERS, TOKENS, VERBS
 
@@ -32,6 +31,7 @@ TYPES = {  # of elements, as kernels call them
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
+NO_OTHERS: Mapping[str, str] = MappingProxyType({})
 ELEMENT = ("term", "d_log_p", "d_log_q", "input", "target", "q_minus_p")
 
 
@@ -95,19 +95,19 @@ def print_slopes(kind: str) -> str:
     names = _names(kind)
     common = Program({name: value for name, value in slopes._asdict().items() if not name.startswith("rest_")})
     parts = Program({"p": element["p"], "q": element["q"], "slope_p": slopes.rest_p, "slope_q": slopes.rest_q})
-    of_parts = f"""\
-INLINE Parts fast_parts(real x, real y, Row row, real parameter)
-{{
-{_print_result("Parts", parts, names, "fast_")}}}
-"""
-    near = re.sub(r"fast_(parts|logit_log2_fraction|log_mix|log)\b", r"near_\1", of_parts)
+
+    def print_parts(prefix: str, operations: Iterable[str]) -> str:
+        """`operations`: which have that prefix; the others are those of the fast mode."""
+        result = _print_result("Parts", parts, names, "fast_", dict.fromkeys(operations, prefix))
+        return f"INLINE Parts {prefix}parts(real x, real y, Row row, real parameter)\n{{\n{result}}}\n"
+
     return f"""\
 {print_macros(macros)}typedef struct {{ real {", ".join(common.outputs)}; }} Coefficients;
 typedef struct {{ real {", ".join(parts.outputs)}; }} Parts;
 INLINE Coefficients fast_coefficients(Row row, real parameter)
 {{
 {_print_result("Coefficients", common, names, "fast_")}}}
-{of_parts}{near}"""
+{print_parts("fast_", ())}{print_parts("near_", ("logit_log2_fraction", "log_mix", "log"))}"""
 
 
 def print_terms(prefixes: tuple[str, ...] = ("safe_",)) -> str:
@@ -142,7 +142,7 @@ def print_near_terms() -> str:
     parts: list[tuple[float, ...]] = []
     sums: dict[tuple[int, int, bool], str] = {}  # by the power of r, the part, and whether it is the size
     terms = []
-    for name, (is_size, first, factors) in _near_polynomials().items():
+    for name, (is_size, first, factors) in described_polynomials().items():
         summands = []
         for start in (0, 1):
             if (found := _part(factors[start::2], parts)) is not None:
@@ -183,33 +183,6 @@ INLINE Terms near_terms(NearSums sums)
 def _sized(power: int, product: str) -> str:
     """√(p·q)·|r|^k times a polynomial that is positive; of the slope, which has no power, with the sign of r."""
     return f"safe_abs({product})" if power else f"real_copysign({product}, r)"
-
-
-def _near_polynomials() -> dict[str, tuple[bool, int, tuple[float, ...]]]:
-    """Of each term, over √(p·q), whether it is a polynomial of |r| or of r, that one's first power, and the factors."""
-
-    def fitted(values_of: Callable[[Tensor], Tensor], first: int) -> tuple[float, ...]:
-        factors = shortest_fit(values_of, first, NEAR_TOLERANCE, range(1, MOST_TERMS + 1))
-        assert factors is not None, "no polynomial reaches"
-        return factors
-
-    def of_kind(kind: str) -> tuple[bool, int, tuple[float, ...]]:
-        term, first = term_over_root(kind, DIVERGENCES[kind].default)
-        return has_corner(kind), first, fitted(term, first)
-
-    return {kind: of_kind(kind) for kind in DESCRIBED} | {
-        "q_minus_p": (False, 1, fitted(lambda r: -2 * torch.sinh(r / 2), 1)),
-        "slope": (True, 0, (_slope(),)),
-    }
-
-
-def _slope() -> float:
-    """Of the term that has a corner, beside it, where p is more than q (`lowering.described_terms`).
-
-    By it a rounding is multiplied, and what is left of a term where that counts is near the corner.
-    """
-    element = element_at(with_corner(), 0.0, torch.tensor([1e-9], dtype=torch.float64, device="cpu"))
-    return round(float(element.d_log_p - element.d_log_q), 6)
 
 
 def _part(factors: tuple[float, ...], parts: list[tuple[float, ...]]) -> tuple[float, int] | None:
@@ -283,11 +256,13 @@ def _names(kind: str) -> dict[str, str]:
     return names if parameter is None else names | {parameter.name: "parameter"}
 
 
-def _print_element(program: Program, names: dict[str, str], prefix: str) -> str:
+def _print_element(
+    program: Program, names: dict[str, str], prefix: str, of_operations: str = "", others: Mapping[str, str] = NO_OTHERS
+) -> str:
     return f"""\
 INLINE Element {prefix}element(real x, real y, Row row, real parameter)
 {{
-{_print_result("Element", program, names, prefix)}}}
+{_print_result("Element", program, names, of_operations or prefix, others)}}}
 """
 
 
@@ -307,9 +282,11 @@ def _print_near_element(kind: str, names: dict[str, str]) -> str:
             "SUM_IN_MASSES": has_sum_in_masses(kind),
         }
     )
-    text = _print_element(Program({name: element[name] for name in ELEMENT}), names, "fast_")
-    near = re.sub(r"fast_(element|logit_ratio|small_exp_slope)\b", r"near_\1", text)
-    return macros + near + re.sub(r"near_(element|logit_ratio)\b", r"short_\1", near)
+    program = Program({name: element[name] for name in ELEMENT})
+    return macros + "".join(
+        _print_element(program, names, prefix, "fast_", {"logit_ratio": prefix, "small_exp_slope": "near_"})
+        for prefix in ("near_", "short_")
+    )
 
 
 def _print_log_tilted(program: Program, names: dict[str, str]) -> str:
@@ -347,14 +324,21 @@ def _moments_in(sums: Program) -> set[str]:
     return {name for name in Moments._fields if name in found}
 
 
-def _print_result(name: str, program: Program, names: dict[str, str], prefix: str) -> str:
+def _print_result(
+    name: str, program: Program, names: dict[str, str], prefix: str, others: Mapping[str, str] = NO_OTHERS
+) -> str:
     """The body of a function that returns the program's outputs as a struct of that name."""
-    body, results = print_steps(program, "real", names, prefix)
+    body, results = print_steps(program, "real", names, prefix, others)
     return f"{body}    {name} result = {{ {', '.join(results.values())} }};\n    return result;\n"
 
 
-def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str) -> tuple[str, dict[str, str]]:
-    """The program's statements, and the expression of each of its outputs."""
+def print_steps(
+    program: Program, kind: str, names: dict[str, str], prefix: str, others: Mapping[str, str] = NO_OTHERS
+) -> tuple[str, dict[str, str]]:
+    """The program's statements, and the expression of each of its outputs.
+
+    prefix: of operations; `others`: those that have another one.
+    """
     text: list[str] = []
     values: list[str] = []
 
@@ -373,7 +357,7 @@ def print_steps(program: Program, kind: str, names: dict[str, str], prefix: str)
         elif step.op in INFIX:
             expression = INFIX[step.op].format(*operands)
         else:
-            expression = f"{prefix}{step.op}({', '.join(operands)})"
+            expression = f"{others.get(step.op, prefix)}{step.op}({', '.join(operands)})"
         values.append(f"v{index}")
         text.append(f"    const {kind} v{index} = {expression};\n")
     return "".join(text), {name: spell(operand) for name, operand in program.outputs.items()}
