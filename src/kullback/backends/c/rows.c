@@ -561,6 +561,110 @@ static void read_statistics(const Arguments *a, int64_t r, Found *found)
 }
 #endif
 
+/* A row that counts, and where what is asked of it goes */
+typedef struct {
+    const X *x;
+    const Y *y;
+    DX *d_input;  /* or NULL */
+    DY *d_target; /* or NULL */
+    int64_t index, n;
+    double weight;
+    Softcaps softcaps;
+    real parameter;
+#if INPUT_IS_LOGITS
+    Label label;
+#endif
+} Task;
+
+static Task task_of(const Arguments *a, int64_t r, int64_t n, real parameter, double weight)
+{
+    Task task = { a->x + r * a->x_stride, a->y + r * a->y_stride, 0, 0, r, n, weight,
+                  { (real)a->input_softcap, (real)a->target_softcap }, parameter };
+    if (a->d_input)
+        task.d_input = a->d_input + r * a->d_input_stride;
+    if (a->d_target)
+        task.d_target = a->d_target + r * a->d_target_stride;
+#if INPUT_IS_LOGITS
+    task.label = label_of(a, r, task.x, task.y, n, task.softcaps);
+#endif
+    return task;
+}
+
+/* What is known of the row, or found of it; where elements stand alone gradients are written with it. */
+static Found found_of(const Arguments *a, const Task *t, Row *row, int has_state)
+{
+    Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
+#if HAS_LOGITS
+    if (has_state) {
+        read_state(a, t->index, &found);
+        set_row(row, &found, a);
+    } else if (a->verb == VERB_ACCUMULATE) {
+        read_statistics(a, t->index, &found);
+        set_row(row, &found, a);
+        sum(t->x, t->y, 0, 0, t->n, *row, t->softcaps, t->parameter, NO_GRADIENT, &found.sums);
+    } else {
+        sum_row(t->x, t->y, t->d_input, t->n, row, t->softcaps, t->parameter, a, &found);
+    }
+    row->input_grad_sum = (real)found.sums.d_log_q;
+    row->target_grad_sum = (real)found.sums.d_log_p;
+#else
+    if (has_state)
+        return found;
+#if ONE_SWEEP
+    if (t->d_input || t->d_target) {
+        const GradOut grad_out = { (real)(t->weight * a->scale), 0 };
+        sum_and_gradient(t->x, t->y, t->d_input, t->d_target, t->n, *row, t->softcaps, t->parameter, grad_out, &found.sums);
+        return found;
+    }
+#endif
+    sum(t->x, t->y, t->d_input, t->d_target, t->n, *row, t->softcaps, t->parameter, NO_GRADIENT, &found.sums);
+#endif
+    return found;
+}
+
+/* d_loss: the derivative of the row's divergence in its sum of terms */
+static void write_gradients(const Arguments *a, const Task *t, Row row, Found *found, double d_loss)
+{
+    double upstream = t->weight * a->scale;
+#if INPUT_IS_LOGITS
+    const double factor = mass_factor(a, t->label, lse(found->input));
+    d_loss = dividing(a, d_loss);
+    if (factor != 0)
+        row.input_grad_sum = (real)(found->sums.d_log_q - factor / (a->divergence_weight * d_loss));
+    upstream *= a->divergence_weight;
+#endif
+    upstream *= d_loss;
+    GradOut grad_out = { (real)upstream, 0 };
+#if INPUT_IS_LOGITS
+    const double of_label = t->label.token >= 0 ? t->weight * a->scale * a->label_weight : 0;
+    grad_out.everywhere = (real)(of_label * a->label_smoothing / (double)t->n);
+#endif
+#if KEEPS_SLOPES
+    if (found->mode == FAST && found->has_slopes)
+        gradient_of_slopes(t->x, t->d_input, t->n, row, t->softcaps, grad_out);
+    else
+#endif
+#if HAS_FAST
+    if (found->mode == FAST)
+        fast_gradient(t->x, t->y, t->d_input, t->d_target, t->n, row, t->softcaps, t->parameter, grad_out, &found->sums);
+    else
+#endif
+#if HAS_FINE
+    if (found->mode == STABLE)
+        near_gradient(t->x, t->y, t->d_input, t->d_target, t->n, row, t->softcaps, t->parameter, grad_out, *(const Fine *)a->fine);
+    else
+#endif
+        gradient(t->x, t->y, t->d_input, t->d_target, t->n, row, t->softcaps, t->parameter, grad_out, &found->sums);
+#if INPUT_IS_LOGITS && WANT_INPUT
+    if (of_label != 0) {
+        const real of_row = safe_element(t->label.x, t->label.y, row, t->parameter).input * grad_out.loss;
+        const real slope = row.input_inv_temperature * (INPUT_IS_CAPPED ? softcap_grad(t->label.x, t->softcaps.input) : 1);
+        const real less = (real)(of_label * (1 - a->label_smoothing)) + grad_out.everywhere;
+        t->d_input[t->label.token] = STORE_DX((of_row - less) * slope);
+    }
+#endif
+}
+
 /* The row's part of what the verb asks for; returns its weighted loss. */
 static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
 {
@@ -569,41 +673,10 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
         clear(a, r, n);
         return 0;
     }
-    const X *x = a->x + r * a->x_stride;
-    const Y *y = a->y + r * a->y_stride;
-    DX *d_input = a->d_input ? a->d_input + r * a->d_input_stride : 0;
-    DY *d_target = a->d_target ? a->d_target + r * a->d_target_stride : 0;
-    const int wants = d_input || d_target;
-    Row row = { 0 };
-    const Softcaps softcaps = { (real)a->input_softcap, (real)a->target_softcap };
-    Found found = { { 0, 1 }, { 0, 1 }, 0, 0, { 0, 0, 0, 0 }, SAFE, 0 };
+    const Task task = task_of(a, r, n, parameter, weight);
     const int has_state = a->verb == VERB_GRADIENT && a->known;
-    double d_loss = has_state ? known(a, STATE_D_LOSS, r) : 1;
-#if INPUT_IS_LOGITS
-    const Label label = label_of(a, r, x, y, n, softcaps);
-#endif
-#if HAS_LOGITS
-    if (has_state) {
-        read_state(a, r, &found);
-        set_row(&row, &found, a);
-    } else if (a->verb == VERB_ACCUMULATE) {
-        read_statistics(a, r, &found);
-        set_row(&row, &found, a);
-        sum(x, y, 0, 0, n, row, softcaps, parameter, NO_GRADIENT, &found.sums);
-    } else {
-        sum_row(x, y, d_input, n, &row, softcaps, parameter, a, &found);
-    }
-    row.input_grad_sum = (real)found.sums.d_log_q;
-    row.target_grad_sum = (real)found.sums.d_log_p;
-#else
-#if ONE_SWEEP
-    if (!has_state && wants) {
-        sum_and_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, (GradOut){ (real)(weight * a->scale), 0 }, &found.sums);
-    } else
-#endif
-        if (!has_state)
-            sum(x, y, d_input, d_target, n, row, softcaps, parameter, NO_GRADIENT, &found.sums);
-#endif
+    Row row = { 0 };
+    Found found = found_of(a, &task, &row, has_state);
     if (a->verb == VERB_STATISTICS) {
         keep_statistics(a, r, &found);
         return 0;
@@ -616,60 +689,24 @@ static double one_row(const Arguments *a, int64_t r, int64_t n, real parameter)
     if (a->figures) { /* before gradients may take the logits' place */
         a->figures[r] = lse(found.input);
         a->figures[a->rows + r]
-            = entropy(input_exponentials(x, n, softcaps, row.input_inv_temperature, row.input_max, 1));
+            = entropy(input_exponentials(task.x, n, task.softcaps, row.input_inv_temperature, row.input_max, 1));
     }
 #endif
-    double loss = 0;
-    if (!has_state) {
+    double loss = 0, d_loss = 1;
+    if (has_state) {
+        d_loss = known(a, STATE_D_LOSS, r);
+    } else {
         if (HAS_FAST && found.sums.term < 0) /* by what subnormal masses are rounded */
             found.sums.term = 0;
         const Finish done = finish(found.sums.term, found.tilted_lse, parameter);
         loss = weight * done.loss;
         d_loss = done.derivative;
 #if INPUT_IS_LOGITS
-        loss = weight * (a->divergence_weight * done.loss + labelled_loss(a, label, lse(found.input)));
+        loss = weight * (a->divergence_weight * done.loss + labelled_loss(a, task.label, lse(found.input)));
 #endif
     }
-    if (wants && (!ONE_SWEEP || has_state)) {
-        double upstream = weight * a->scale;
-#if INPUT_IS_LOGITS
-        const double factor = mass_factor(a, label, lse(found.input));
-        d_loss = dividing(a, d_loss);
-        if (factor != 0)
-            row.input_grad_sum = (real)(found.sums.d_log_q - factor / (a->divergence_weight * d_loss));
-        upstream *= a->divergence_weight;
-#endif
-        upstream *= d_loss;
-        GradOut grad_out = { (real)upstream, 0 };
-#if INPUT_IS_LOGITS
-        const double of_label = label.token >= 0 ? weight * a->scale * a->label_weight : 0;
-        grad_out.everywhere = (real)(of_label * a->label_smoothing / (double)n);
-#endif
-#if KEEPS_SLOPES
-        if (found.mode == FAST && found.has_slopes)
-            gradient_of_slopes(x, d_input, n, row, softcaps, grad_out);
-        else
-#endif
-#if HAS_FAST
-        if (found.mode == FAST)
-            fast_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, &found.sums);
-        else
-#endif
-#if HAS_FINE
-        if (found.mode == STABLE)
-            near_gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, *(const Fine *)a->fine);
-        else
-#endif
-            gradient(x, y, d_input, d_target, n, row, softcaps, parameter, grad_out, &found.sums);
-#if INPUT_IS_LOGITS && WANT_INPUT
-        if (of_label != 0) {
-            const real of_row = safe_element(label.x, label.y, row, parameter).input * grad_out.loss;
-            const real slope = row.input_inv_temperature * (INPUT_IS_CAPPED ? softcap_grad(label.x, softcaps.input) : 1);
-            const real less = (real)(of_label * (1 - a->label_smoothing)) + grad_out.everywhere;
-            d_input[label.token] = STORE_DX((of_row - less) * slope);
-        }
-#endif
-    }
+    if ((task.d_input || task.d_target) && (!ONE_SWEEP || has_state))
+        write_gradients(a, &task, row, &found, d_loss);
     if (a->loss)
         a->loss[r] = STORE_LOSS(loss);
     if (a->found)
