@@ -58,6 +58,8 @@ typedef struct {
 #define SURE_SUM_EXP 1.001 /* against the maximum: less is of a row that one token has */
 /* What is left of moments is off by a few roundings of 1: where polynomials serve, less than this is summed again. */
 #define MIN_MOMENTS_SUM 0.1
+/* Where polynomials serve, what log-sum-exps are rounded by shows in less than this: that is summed with the masses' excess. */
+#define LEAST_NEAR_SUM 2e-8
 #define MAX_REFINED_SUM 1.0 /* less, found of moments, shows how spans were added */
 #define HEAVY_LOG_MASS -6.9314718f
 enum { HEAVY_SPAN = 64 };
@@ -248,7 +250,8 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 #endif
 
 #if HAS_FINE
-/* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. */
+/* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. False too of
+   one whose sum is too small, but for equal rows. */
 static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, real parameter, const Arguments *a,
                     Found *found)
 {
@@ -258,7 +261,7 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
     found->sums = (Sums){ 0, 0, 0, 0 };
     found->mode = STABLE;
     near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
-    return fabs(found->sums.term) < MAX_SUM;
+    return found->sums.term == 0 || (found->sums.term > LEAST_NEAR_SUM && found->sums.term < MAX_SUM);
 }
 #endif
 
