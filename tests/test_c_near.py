@@ -178,7 +178,7 @@ CENTRED = {
 
 @pytest.mark.parametrize("kind", CENTRED)
 def test_rows_nearer_than_their_normalisers_are_exact(backend, generator, kind):
-    """What log-sum-exps are rounded by is more than 1e-4 of a row of 1e-11, unless it is found in the masses' excess."""
+    """What log-sum-exps are rounded by would be more than 1e-4 of a row of 1e-11."""
     x, y = near_rows(generator, 16, 1000, 1e-5)
     losses = kullback.divergence(x, y, kind, reduction="none")
     log_q, log_p = (t.double().log_softmax(-1) for t in (x, y))

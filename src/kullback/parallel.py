@@ -4,8 +4,9 @@
     accumulate(slice, stats)   all-gather   merge_sums     of a kind without moments
     finish, gradient(slice, state)
 
-Ranks send each other packed numbers of rows, and every one merges all of them in rank order: the loss is the same to
-the bit everywhere, whichever arrived first. A gradient needs nothing from others once the row's state is known.
+Ranks send each other packed numbers of rows. Every one merges all of them in rank order, or kernels do by one butterfly
+(ranks.cuh). So the loss is the same to the bit everywhere, whichever arrived first. A gradient needs nothing from
+others once the row's state is known.
 """
 
 from __future__ import annotations

@@ -232,6 +232,8 @@ def moments_of(kind: str) -> TracedMoments | None:
 
     sums = moments(Moments(variable("p_log_ratio"), variable("q_log_ratio"), chernoff), *_parameter(kind))
     program = Program({"term": sums.term, "d_log_p": sums.d_log_p, "d_log_q": sums.d_log_q})
+    if len(exponents) > 1:
+        raise ValueError(f"moments of {kind!r} ask for Σ p^a q^(1-a) {len(exponents)} times; a row is summed for one a")
     return TracedMoments(program, exponents[0] if exponents else None)
 
 
