@@ -27,6 +27,8 @@ class Facts(NamedTuple):
     centred: Callable[..., object] | None = None
     # Whether the textbook's loss of rows that hardly overlap is a float32 that ours has to hold
     holds_far_rows: bool = True
+    # Whether p²/q is in a term, which may be the largest number of all where q underflows
+    has_squares: bool = False
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -84,6 +86,7 @@ FACTS = {
         INF,
         centred=lambda p, q: (p - q) ** 2 / q,
         holds_far_rows=False,  # p²/q overflows
+        has_squares=True,
     ),
     "alpha": Facts(
         *[(1 - 0.25) / (ALPHA * (1 - ALPHA))] * 2,

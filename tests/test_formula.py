@@ -23,7 +23,7 @@ from kullback.formula import (
     variable,
     where,
 )
-from kullback.problem import Problem, Side, formula
+from kullback.problem import Problem, Side, formula, moments_of
 from tests import kinds, oracle
 from tests.kinds import KINDS
 
@@ -254,3 +254,10 @@ def test_printed_functors(kind, form):
     """What is compiled, for review. After an intended change: kullback show KIND --form FORM, without its title."""
     golden = GOLDEN / f"{kind}_{form}.h"
     assert print_functor(kind, form, form) == golden.read_text()
+
+
+def test_moments_are_of_one_exponent(monkeypatch):
+    twice = DIVERGENCES["chi2"]._replace(moments=lambda m: Element(m.chernoff(2.0), m.chernoff(-1.0), 0.0))
+    monkeypatch.setitem(DIVERGENCES, "chi2", twice)
+    with pytest.raises(ValueError, match=r"moments of 'chi2' ask for Σ p\^a q\^\(1-a\) 2 times"):
+        moments_of.__wrapped__("chi2")
