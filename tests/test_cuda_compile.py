@@ -639,7 +639,7 @@ def test_short_rows_fit(vocab, dtypes, goes_one_way):
 
 
 def test_rows_that_are_read_once_cache_no_slopes():
-    wanted = plan.Wanted(1000, *DTYPES[1:2] * 2, streams=True, caches_slopes=True)
+    wanted = plan.Wanted(1000, *DTYPES[1:2] * 2, has_normalisers=True, caches_slopes=True)
     assert not plan.logits(wanted, plan.HOPPER).shape.caches_slopes
 
 

@@ -102,7 +102,7 @@ class Gradient(torch.autograd.Function):
 
 
 def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
-    """Gradients of a row sum, in a second launch; differentiable again where autograd asks."""
+    """Gradients of the weighted sum of rows' losses, in a second launch; differentiable again where autograd asks."""
     wants = ctx.needs_input_grad[-len(operands)], ctx.needs_input_grad[1 - len(operands)]
     with backends.restored(ctx.backend):
         if not is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):

@@ -76,7 +76,7 @@ def run(work: Work) -> None:
         describe.run(work)
     elif isinstance(work, Entries):
         topk.entries(work)
-    else:
+    else:  # Labels and Scale, which are an operation each
         pytorch.run(work)
 
 

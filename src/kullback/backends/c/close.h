@@ -1,4 +1,5 @@
-/* Operations of formula.py where both masses of every element are nearly equal: of two ways to a value the one right there. */
+/* Operations of formula.py where both masses of every element are nearly equal, in float64 and for describe.c alone: of two ways to a
+   value the one right there. Losses of near rows have fine.h. */
 
 #define close_select_near(x, bound, near, far) (near)
 #define close_abs safe_abs

@@ -1,4 +1,4 @@
-/* Rows whose logits are finite, at one temperature: an element's log-ratio and √(p·q), as near rows have them. */
+/* An element's log-ratio and √(p·q), in rows whose logits are finite and whose temperatures are one. */
 
 /* NaN where a logit is none that is finite. Two-difference (Knuth): s + rest = y - x exactly */
 INLINE real near_ratio_of(real x, real y, const Row *row)

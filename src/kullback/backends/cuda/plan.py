@@ -201,7 +201,7 @@ class Wanted(NamedTuple):
     x: torch.dtype
     y: torch.dtype
     both: bool = False  # both gradients
-    streams: bool = False  # a row is read once, since its normalisers are known
+    has_normalisers: bool = False  # they are known, so that a row is read once
     caches_slopes: bool = False  # masses and slopes take the place of rows on chip
     labelled: bool = False  # rows may have labels
     capped: bool = False  # logits are
@@ -296,7 +296,7 @@ def _short(wanted: Wanted, copies: bool) -> Layout:
         min_blocks=32 * warps // (groups * lanes),
         slots=slots,
         slot_vectors=slot,
-        caches_slopes=wanted.caches_slopes and not wanted.streams and slot > 0,
+        caches_slopes=wanted.caches_slopes and not wanted.has_normalisers and slot > 0,
         y_offset=slots * groups * slot * wanted.per_vector * wanted.x.itemsize,
     )
     return Layout(shape, slice_vectors=vectors, shared=slots * groups * slot * wanted.vector_bytes)

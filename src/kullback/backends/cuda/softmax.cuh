@@ -1,4 +1,5 @@
-/* The normaliser of a row's elements, or of some of them, found in one pass (online softmax: Milakov and Gimelshein, 2018). */
+/* The normaliser of a row's elements, or of some of them, found in one pass (online softmax: Milakov and Gimelshein, 2018): of labels
+   alone and of top-k rows. Losses of two rows of logits have logits/row_stats.cuh. */
 #pragma once
 
 #include "cuda/vector.cuh"

@@ -167,7 +167,7 @@ def run(work: Rows) -> None:
     output = total if loss is None else loss
     addresses = [0 if t is None else t.data_ptr() for t in (x, y, weight, labels, *others)]
     dtypes, strides, is_in_phase = _laid_out(x, y, d_input, d_target)
-    is_streamed = known is not None
+    has_known = known is not None
     launcher, setup, warps = _prepared(
         index,
         vocab,
@@ -176,13 +176,13 @@ def run(work: Rows) -> None:
         torch.float64 if weight is None else weight.dtype,
         torch.float32 if output is None else output.dtype,
         verb,
-        is_streamed,
+        has_known,
         output is not None or found is not None,
         found is not None,
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
-        plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if is_streamed else device.chip(index),
+        plan.NO_COPIES if not is_in_phase else plan.NO_CHIP if has_known else device.chip(index),
     )
     space = NO_WORKSPACE if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     exponents = None if figures is None else x.new_empty(rows * warps, dtype=torch.float32)
@@ -228,7 +228,7 @@ def _prepared(
     weight: torch.dtype,
     loss: torch.dtype,
     verb: Verb,
-    is_streamed: bool,
+    has_known: bool,
     has_outputs: bool,
     keeps_numbers: bool,
     wants: tuple[bool, bool],
@@ -237,12 +237,12 @@ def _prepared(
     chip: plan.Chip,
 ) -> tuple[Launcher, tuple[int | float, ...], int]:
     """The kernel, those of its arguments that all calls of such tensors share, and how many warps share a row."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, chip, has_peers)
+    placed = layout(problem, vocab, *dtypes[:2], wants, has_known, chip, has_peers)
     if placed.cluster > plan.PORTABLE_CLUSTER:
-        placed = layout(problem, vocab, *dtypes[:2], wants, is_streamed, device.admitted(index, chip), has_peers)
+        placed = layout(problem, vocab, *dtypes[:2], wants, has_known, device.admitted(index, chip), has_peers)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
-    known = is_streamed and verb == "gradient"
+    known = has_known and verb == "gradient"
     has_auxiliary = problem.has_auxiliary and verb in ("loss", "gradient")
     # The parameter as kernels hold it: 1 - alpha of renyi is divided by again.
     (parameter,) = struct.unpack("<f", struct.pack("<f", problem.parameter))
@@ -340,7 +340,7 @@ def layout(
     x: torch.dtype,
     y: torch.dtype,
     wants: tuple[bool, bool],
-    is_streamed: bool,
+    has_known: bool,
     chip: plan.Chip,
     has_peers: bool = False,
 ) -> plan.Layout:
@@ -355,7 +355,7 @@ def layout(
         x,
         y,
         both=all(wants),
-        streams=is_streamed,
+        has_normalisers=has_known,
         caches_slopes=caches,
         labelled=problem.has_auxiliary,
         capped=capped,

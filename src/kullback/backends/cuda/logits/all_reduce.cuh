@@ -27,7 +27,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
     enum { KEPT = COUNT > 2 ? 4 : 2, EACH = LOGICAL_WARP / KEPT }; /* lanes of a value */
     static_assert(COUNT <= KEPT && COUNT * sizeof(float) <= PARTIAL_BYTES && MAX_CLUSTER <= 32);
     const unsigned thread = (unsigned)opaque(group.thread), lane = thread % LOGICAL_WARP;
-    const unsigned rank = cta_rank(); /* early: it takes long to answer */
+    const unsigned block = cta_rank(); /* early: it takes long to answer */
     T parts[KEPT];
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
@@ -58,7 +58,7 @@ INLINE void row_all_reduce(const Arguments &a, const Pipeline &pipeline, RowGrou
             sent.w = shfl((float)mine, 3 * EACH);
         }
         if (lane < cluster) /* all at once: each arrival wakes all that wait */
-            st_async(partials + rank * WARPS + warp, arrived, sent, lane);
+            st_async(partials + block * WARPS + warp, arrived, sent, lane);
         mbarrier_wait_cluster(arrived, exchanges / EXCHANGE_SLOTS % 2);
     } else
 #endif

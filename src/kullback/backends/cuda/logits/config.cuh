@@ -130,7 +130,7 @@
    are: a row's sum is what is left where they cancel. Of short rows a thread adds little. */
 #define KEEPS_LARGEST (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32)
 
-/* A sum above this was no number */
+/* A sum above this was no number, or a Σ exp against a maximum that was estimated far too low */
 #define MAX_SUM 1e15f
 /* In nats: how far above a sample's maximum the row's is taken to be */
 #define MAX_MARGIN (IS_COARSE ? 12.0f : 8.0f)

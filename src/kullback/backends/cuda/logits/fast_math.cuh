@@ -1,5 +1,5 @@
-/* Operations of formula.py for rows of which both sides are logits, in float, where a sum shows afterwards whether they
-   served: NaN or a huge number where they did not. A quotient that would need a guard is bounded instead, and so is the
+/* Operations of formula.py for rows of which both sides are logits, in float. A sum shows afterwards whether they served: it is NaN or
+   huge where they did not. A quotient that would need a guard is bounded instead, and so is the
    log-ratio of an element without mass.
 
    fast_:   the distributions are known to be far from each other, so that near values need no series, and the

@@ -22,11 +22,11 @@ struct GradOut {
 #endif
     }
 
-    /* What an input's logit gets, that is q; gradient: with what is upstream of the divergence in it */
-    INLINE DX of_input(const Arguments &a, float gradient, float q) const
+    /* What a logit of the input gets; gradient: with what is upstream of the divergence in it */
+    INLINE DX of_input(const Arguments &a, float gradient, float x) const
     {
         const float found = HAS_SMOOTHING ? gradient - everywhere : gradient;
-        return rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(q, a.input_softcap) : found);
+        return rounded<DX>(INPUT_IS_CAPPED ? found * softcap_grad(x, a.input_softcap) : found);
     }
 };
 
@@ -109,8 +109,8 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
 #endif
 }
 
-/* The row's Σ d_log_q as gradients want it */
-INLINE float shifted_sum(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
+/* The row's Σ d_log_q, less what its label and z-loss add to q's factor */
+INLINE float sum_with_label(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
 {
     if (label.token == IGNORED)
         return d_log_q;
@@ -129,7 +129,7 @@ INLINE double dividing(const Arguments &a, double d_loss)
 /* Before gradients are written: the row's sums as they are to be */
 INLINE void shift_sum(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, Sums &sums, float d_loss)
 {
-    const float shifted = shifted_sum(a, label_of(pipeline), stats, sums.d_log_q, d_loss);
+    const float shifted = sum_with_label(a, label_of(pipeline), stats, sums.d_log_q, d_loss);
     sums.auxiliary = sums.d_log_q - shifted;
     sums.d_log_q = shifted;
 }

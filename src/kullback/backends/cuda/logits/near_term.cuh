@@ -20,7 +20,7 @@ INLINE bool is_in_reach(const Slice &slice, const Pipeline &pipeline, const RowS
     float factor = 1; /* of masses, as of `CloseElements` */
 #if HAS_AUXILIARY
     if (SUM_IN_MASSES)
-        factor -= shifted_sum(a, label_of(pipeline), stats, 0, 1);
+        factor -= sum_with_label(a, label_of(pipeline), stats, 0, 1);
 #endif
     const float inv_temperature = a.input_inv_temperature; /* of both */
     const float x_log2_z = log2_z(stats.x_max, stats.x_sum_exp, inv_temperature);

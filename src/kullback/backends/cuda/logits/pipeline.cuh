@@ -14,7 +14,7 @@
 
 namespace kullback {
 
-/* Largest logits, or estimates that serve as such; NaN, if there is one */
+/* What masses are measured against: estimates of the largest logits, or these; NaN, if there is one */
 struct alignas(8) RowMax {
     float x, y;
 };

@@ -67,7 +67,8 @@ template <bool IS_PRODUCER> INLINE float received(const Arguments &a, bool waits
     }
 }
 
-/* Lane OF_EXCHANGE · s + k gives number k of this rank's, and gets it reduced over ranks, in the same order on all. */
+/* Lane OF_EXCHANGE · s + k gives number k of this rank's, and gets it reduced over ranks by a butterfly: the same bits
+   on all. */
 template <int COUNT, typename F> INLINE float all_ranks_reduced(const Arguments &a, RowGroup &group, float mine, F reduce)
 {
     const unsigned lane = (unsigned)opaque(group.thread) % 32, rank = lane / OF_EXCHANGE, k = lane % OF_EXCHANGE;

@@ -22,7 +22,7 @@ struct Found {
     RowStats stats;
     Sums sums;
     int mode = SAFE;
-    bool lacks_term = false; /* whether sums are those of moments, for gradients, and the term is still to be summed */
+    bool defers_term = false; /* whether sums are those of moments, for gradients, and the term is still to be summed */
     bool few_are_far = false; /* hardly an element of it */
     bool is_equal = false;   /* whether its sides are the same, so that its gradients are 0 */
     bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
@@ -189,9 +189,9 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     return warp_all(all_reduced(a, pipeline, group, differs ? 1.0f : 0.0f) == 0);
 }
 
-/* The same, asked of rows that may be: their normalisers are the same. Such a row has nothing to lose, and no gradient. Where that is
-   to be known later, or is not all there is, it is a row as others are. */
-INLINE bool needs_nothing(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
+/* The same, asked of rows whose normalisers are the same. Such a row loses 0, and its gradients are 0. Where its state is wanted, or
+   labels count, it is a row as others are. */
+INLINE bool has_equal_sides(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
     return VERB == VERB_LOSS && !HAS_AUXILIARY && !KNOWN && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
@@ -269,9 +269,9 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #endif
     };
     const auto seems_near = [&] { return REFINES_HEAVY && has_one_temperature(a) && is_well_conditioned(found.sums, MIN_NEAR_SUM); };
-    const auto near = [&](bool few_are_far = false, bool is_sure = false, int mode = FAST) {
+    const auto defer_term = [&](bool few_are_far = false, bool is_sure = false, int mode = FAST) {
         found.mode = mode;
-        found.lacks_term = true;
+        found.defers_term = true;
         found.few_are_far = few_are_far;
         found.is_sure = is_sure;
     };
@@ -282,17 +282,17 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         found.mode = has_one_temperature(a) ? FAST : STABLE;
 #if HAS_NEAR_ELEMENT
     else if (REFINES_HEAVY && !are_few() && seems_near())
-        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
+        defer_term(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
     else if (REFINES_HEAVY && warp_all(found.sums.term != 0) && is_in_reach(slice, pipeline, stats) && (seems_near() || is_foreseen()))
-        near(true);
+        defer_term(true);
     else if (HAS_FINE_NEAR && is_well_conditioned(found.sums, MIN_NEAR_SUM) && are_few() && may_be_sure()
              && is_in_reach(slice, pipeline, stats))
-        near(true, true); /* what gradients sum to tells what log-sum-exps and moments are off by, too */
+        defer_term(true, true); /* what gradients sum to tells what log-sum-exps and moments are off by, too */
 #endif
     else if (is_foreseen())
         found.mode = STABLE;
     else if (seems_near())
-        near(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
+        defer_term(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
 #if HAS_SURE_ROWS
     else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && may_be_sure()
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
@@ -308,7 +308,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
                 && is_well_conditioned(found.sums, MIN_NEAR_SUM * light_mass(slice, pipeline, group, stats));
         };
         if (by_ratios || by_powers || (!few_are_far && are_light_exact()))
-            near(few_are_far, true, by_powers ? STABLE : FAST);
+            defer_term(few_are_far, true, by_powers ? STABLE : FAST);
     }
 #endif
 #if HAS_TILTED_LSE
@@ -384,8 +384,8 @@ INLINE bool sum_far(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fou
     return false;
 }
 
-/* The same of one that is not. is_close: whether its sum is less than masses and slopes show */
-INLINE bool sum_close(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool is_close)
+/* The sums of a row that is not far. is_close: whether its sum is less than masses and slopes show */
+INLINE bool sum_near_row(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, float predicted, bool is_close)
 {
     const bool is_caching = CACHES_SLOPES;
 #if HAS_NEAR
@@ -438,7 +438,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
         return;
     const bool is_close = is_far_first ? !is_well_conditioned(found.sums, 0.5f * least_near_sum(found.stats))
                                          : most < REVERSE_KL_FACTOR * MIN_NEAR_SUM;
-    const bool is_served = sum_close(slice, pipeline, group, found, predicted, is_close);
+    const bool is_served = sum_near_row(slice, pipeline, group, found, predicted, is_close);
     /* The sum decides, and not what is foreseen of it: exchanging p and q changes nothing of a symmetric kind's. */
     if (FORESEES_CLOSE && is_served && !is_far_first && is_well_conditioned(found.sums)) {
         found.mode = SAFE;
@@ -532,7 +532,7 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     if (VERB == VERB_STATISTICS && !SUMS_FROM_MOMENTS)
         return found;
 #if HAS_FAST && THREADS_PER_ROW > 32
-    if (found.stats.in_range && needs_nothing(slice, pipeline, group, found.stats)) {
+    if (found.stats.in_range && has_equal_sides(slice, pipeline, group, found.stats)) {
         found.is_equal = true;
         return found;
     }
@@ -542,7 +542,7 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         sum_fast(slice, pipeline, group, found);
         if (found.stats.tilted_lse == 0 && found.mode == SAFE && warp_all(is_finite(found.sums)))
             sum_stable(slice, pipeline, group, found);
-        found.lacks_term |= SUMS_WHILE_WRITING && found.mode == STABLE;
+        found.defers_term |= SUMS_WHILE_WRITING && found.mode == STABLE;
     }
 #endif
 #if HAS_TILTED_LSE
@@ -679,7 +679,7 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 /* The wanted gradients; without any the row is released. */
 INLINE void write_row(const Slice &slice, Pipeline &pipeline, RowGroup &group, Found &found, double weight, double d_loss)
 {
-    if (found.lacks_term) { /* what was to be written is, and the row is released */
+    if (found.defers_term) { /* what was to be written is, and the row is released */
 #if HAS_AUXILIARY
         if (WANT_GRADIENT)
             write_label(slice, group, true);
@@ -730,7 +730,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         labelled = labelled_loss(a, label_of(pipeline), found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
-    if (found.lacks_term && !add_term(slice, pipeline, group, found, labelled))
+    if (found.defers_term && !add_term(slice, pipeline, group, found, labelled))
         return;
 #endif
 #if VERB == VERB_STATISTICS || VERB == VERB_ACCUMULATE

@@ -5,8 +5,7 @@
 
 namespace kullback {
 
-/* Of Σ exp: those of smaller ones have lost masses that underflowed, those of larger have exponents that are rounded by too
-   much. */
+/* Of Σ exp: below the first masses have underflowed; above the second exponents are rounded by too much. */
 #define MIN_SUM_EXP 1e-20f
 #define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
 /* Of a pair of logits' differences */
@@ -351,8 +350,8 @@ INLINE bool are_in_range(const Arguments &a, const RowStats &stats)
                         is_served(stats.y_sum_exp, stats.y_max * a.target_inv_temperature));
 }
 
-/* The whole row's statistics: of finite logits, -inf among them, in one sweep beside that which finds maxima; where estimates
-   are far from what maxima are, in two. Of rows that hold +inf, NaN, longer exponents, or nothing above LOWEST_MAX, sums are of
+/* The whole row's statistics: of finite logits, -inf among them, in one sweep against estimated maxima; in three where these
+   are far off. Of rows that hold +inf, NaN, longer exponents, or nothing above LOWEST_MAX, sums are of
    exp((x - max)·inv_temperature), moments are not summed, and the result is false. */
 INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, RowStats &stats)
 {
