@@ -482,3 +482,59 @@ def test_private_names_of_torch_may_go(program):
     """What they told of a call is then taken for so: no tangent is dropped, and no batch of gradients read as one."""
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "right\n"
+
+
+def _written_out(name, y, labels, entries):
+    """float64 textbook losses of rows, of x alone."""
+    log_p = y.log_softmax(-1)
+    dense = lambda x: (log_p.exp() * (log_p - x.log_softmax(-1))).sum(-1)
+    if name == "labels":
+        return lambda x: dense(x) + torch.nn.functional.cross_entropy(x, labels, reduction="none")
+    if name != "topk":
+        return dense
+    values, ids = entries
+
+    def topk(x):
+        log_q = x.log_softmax(-1).gather(-1, ids)
+        tail, own = 1 - values.exp().sum(-1), 1 - log_q.exp().sum(-1)
+        return (values.exp() * (values - log_q)).sum(-1) + tail * (tail / own).log()
+
+    return topk
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+@pytest.mark.parametrize("name", ["kl_div", "divergence", "labels", "topk"])
+def test_an_upstream_gradient_of_0_is_differentiated(backend, generator, name):
+    """As torch's forward-mode products begin, and weights that are learnt and begin at 0."""
+    x, y, v = torch.randn(3, 3, 5, generator=generator, dtype=torch.float64)
+    labels, entries = torch.tensor([0, 1, 2]), y.log_softmax(-1).topk(2)
+    ours = {
+        "kl_div": lambda x: kullback.kl_div(x.log_softmax(-1), y.softmax(-1), "none").sum(-1),
+        "divergence": lambda x: kullback.divergence(x, y, reduction="none"),
+        "labels": lambda x: kullback.divergence(x, y, labels=labels, reduction="none"),
+        "topk": lambda x: kullback.topk_divergence(x, *entries, reduction="none"),
+    }[name]
+    theirs = _written_out(name, y, labels, entries)
+    functional = torch.autograd.functional
+    torch.testing.assert_close(functional.jvp(ours, x, v)[1], functional.jvp(theirs, x, v)[1])
+    products = (functional.hvp(lambda x, f=f: f(x).sum(), x, v)[1] for f in (ours, theirs))
+    torch.testing.assert_close(*products)
+
+    def learnt(f):
+        leaf, weights = x.clone().requires_grad_(), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad((f(leaf) * weights).sum(), leaf, create_graph=True)
+        return torch.autograd.grad((gradient * v).sum(), weights)[0]
+
+    torch.testing.assert_close(learnt(ours), learnt(theirs))
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_a_student_that_is_its_top_k_teacher_has_a_hessian(backend, tail):
+    """Fisher's, of the outcomes, though the gradient is 0."""
+    values, ids = torch.full((2,), 0.25).log(), torch.tensor([0, 1])
+    x = torch.zeros(4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(kullback.topk_divergence(x, values, ids, tail=tail), x, create_graph=True)
+    (product,) = torch.autograd.grad(gradient @ torch.tensor([1.0, 2, 3, 4]), x)
+    expected = [-0.375, -0.125, 0.25, 0.25] if tail == "bucket" else [-0.25, 0.25, 0.0, 0.0]
+    torch.testing.assert_close(product, torch.tensor(expected))

@@ -75,7 +75,11 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     @on_operands
     def forward(
-        problem: Problem, wants: tuple[bool, bool], state: Tensor | None, *operands: Tensor | None
+        problem: Problem,
+        wants: tuple[bool, bool],
+        state: Tensor | None,
+        skipped: Tensor | None,
+        *operands: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         scalars = library.as_arguments(problem.scalars)
         result: tuple[Tensor, Tensor] = library.gradient(*operands, problem.key, *scalars, state, wants)
@@ -83,31 +87,36 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.problem, ctx.wants, _, *operands = inputs
-        ctx.save_for_backward(*operands)
+        ctx.problem, ctx.wants, _, *tensors = inputs
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Context, *grad_out: Tensor) -> Gradients:
         if ctx.problem.shard.group:
             raise RuntimeError("a divergence whose vocabulary ranks share cannot be differentiated twice")
 
-        *differentiable, labels = ctx.saved_tensors
+        skipped, *differentiable, labels = ctx.saved_tensors
 
         def formula(*operands: Tensor) -> tuple[Tensor, ...]:
-            return gradient_by_formula(ctx.problem, Operands._make((*operands, labels)), ctx.wants)
+            return gradient_by_formula(ctx.problem, Operands._make((*operands, labels)), ctx.wants, skipped)
 
         pull_back = torch.func.vjp(formula, *differentiable)[1]
         gradients = pull_back(tuple(g for g, wanted in zip(grad_out, ctx.wants, strict=True) if wanted))
-        return None, None, None, *gradients, None
+        return None, None, None, None, *gradients, None
 
 
-def _pull_back(ctx: Context, state: Tensor | None, operands: Operands) -> Gradients:
-    """Gradients of the weighted sum of rows' losses, in a second launch; differentiable again where autograd asks."""
+def _pull_back(ctx: Context, state: Tensor | None, given: Operands, grad_out: Tensor) -> Gradients:
+    """Gradients of the weighted sum of rows' losses, in a second launch; differentiable again where autograd asks.
+
+    grad_out: upstream of rows' losses, times their weights.
+    """
+    operands = weighing(given, grad_out)
+    skipped = None if given.row_weight is None else given.row_weight.detach() == 0
     wants = ctx.needs_input_grad[-len(operands)], ctx.needs_input_grad[1 - len(operands)]
     with backends.restored(ctx.backend):
         if not is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
             return library.write_gradients(ctx.problem, operands, state, wants)
-        gradients = Gradient.apply(ctx.problem, wants, state, *distinct(operands))
+        gradients = Gradient.apply(ctx.problem, wants, state, skipped, *distinct(operands))
     return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
 
 
@@ -132,7 +141,7 @@ class Total(torch.autograd.Function):
     def backward(ctx: Context, grad_out: Tensor) -> Gradients:
         operands = Operands(*ctx.saved_tensors)
         grad_out = weighted(grad_out.to(accumulator(operands.input)) * ctx.scale, operands.row_weight)
-        gradients = _pull_back(ctx, None, weighing(operands, grad_out))
+        gradients = _pull_back(ctx, None, operands, grad_out)
         return None, None, None, *gradients, *(None for _ in of_rows(operands))
 
 
@@ -222,7 +231,7 @@ class PerRow(torch.autograd.Function):
         if grad_out is None:
             return None, None, *(None for _ in operands)
         grad_out = weighted(widened(grad_out), operands.row_weight)
-        gradients = _pull_back(ctx, state, weighing(operands, grad_out))
+        gradients = _pull_back(ctx, state, operands, grad_out)
         return None, None, *gradients, *(None for _ in of_rows(operands))
 
 

@@ -18,9 +18,9 @@ from kullback.work import Operands
 
 
 def _stopped_by_zero(operation: Callable[..., Value]) -> Callable[..., Value]:
-    """The operation, no derivative of which, be it infinite, passes on an upstream gradient of 0.
+    """The operation, no infinite derivative of which passes on an upstream gradient of 0.
 
-    `torch.where` sends that to the branch that it did not take.
+    `torch.where` sends that to the branch that it did not take. A finite one does, for whoever differentiates again.
     """
 
     def run(*operands: Value) -> Value:
@@ -32,7 +32,7 @@ def _stopped_by_zero(operation: Callable[..., Value]) -> Callable[..., Value]:
             result.register_hook(lambda grad: upstream.update(grad=grad))
             for view in views:
                 if isinstance(view, Tensor) and view.requires_grad:
-                    view.register_hook(lambda grad: torch.where(upstream["grad"] == 0, 0.0, grad))
+                    view.register_hook(lambda grad: torch.where((upstream["grad"] == 0) & ~grad.isfinite(), 0.0, grad))
         return result
 
     return run
@@ -41,20 +41,24 @@ def _stopped_by_zero(operation: Callable[..., Value]) -> Callable[..., Value]:
 STOPPED_BY_ZERO = {name: _stopped_by_zero(operation) for name, operation in TENSOR.items()}
 
 
-def gradient_by_formula(problem: Problem, operands: Operands, wants: tuple[bool, bool]) -> tuple[Tensor, ...]:
+def gradient_by_formula(
+    problem: Problem, operands: Operands, wants: tuple[bool, bool], skipped: Tensor | None
+) -> tuple[Tensor, ...]:
     """The wanted gradients of Σ row_weight · loss as one differentiable expression, nothing chunked.
 
-    Rows are [..., vocab]; the weight is the upstream gradient. For double backward.
+    Rows are [..., vocab]; the weight is the upstream gradient. For double backward. `skipped`: rows that are not read.
+    One whose upstream gradient happens to be 0 is: what its gradient would be is a derivative too.
     """
     x, y, grad_out, labels = operands
     assert grad_out is not None
     wide = accumulator(x) if problem.has_logits else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), wide)
-    skipped = (grad_out == 0).unsqueeze(-1)  # not read: 1 is harmless in every form
-    values = {
-        name: capped(torch.where(skipped, 1.0, problem.narrow(t).to(dtype)), side.softcap)
-        for name, t, side in zip(SIDES, (x, y), problem.sides, strict=True)
-    }
+
+    def read(tensor: Tensor) -> Tensor:
+        values = problem.narrow(tensor).to(dtype)
+        return values if skipped is None else torch.where(skipped.unsqueeze(-1), 1.0, values)  # harmless in every form
+
+    values = {name: capped(read(t), side.softcap) for name, t, side in zip(SIDES, (x, y), problem.sides, strict=True)}
     variables: dict[str, Value] = {"x": values["input"], "y": values["target"], **problem.parameters}
     lse: dict[str, Tensor] = {}
     for name, side in zip(SIDES, problem.sides, strict=True):

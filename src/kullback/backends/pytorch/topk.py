@@ -103,7 +103,7 @@ def scattered(problem: Problem, x: Tensor, ids: Tensor, others: Tensor, d_gather
         shares: Tensor | float = (
             1.0 if side.form == "probs" else torch.exp(values - torch.where(tail == -math.inf, 0.0, tail))
         )
-        gradient = torch.where(d_tail == 0, 0.0, shares * d_tail).expand_as(values)
+        gradient = _passed_on(d_tail, shares).expand_as(values)
     # A last column takes what belongs to no token.
     columns = torch.where(ids < 0, vocab, ids)
     gradient = torch.nn.functional.pad(gradient, (0, 1)).scatter(-1, columns, at_ids)[..., :vocab]
@@ -111,7 +111,14 @@ def scattered(problem: Problem, x: Tensor, ids: Tensor, others: Tensor, d_gather
         gradient = gradient + d_mean / vocab
     if side.form != "logits":
         return gradient
-    return torch.where(gradient == 0, 0.0, gradient * (softcap_grad(counted, side.softcap) / side.temperature))
+    return _passed_on(gradient, softcap_grad(counted, side.softcap) / side.temperature)
+
+
+def _passed_on(upstream: Tensor, factor: Tensor | float) -> Tensor:
+    """Their product, 0 where the upstream gradient is 0 and the factor is no finite number."""
+    if not isinstance(factor, Tensor):
+        return upstream * factor
+    return torch.where((upstream == 0) & ~factor.isfinite(), 0.0, upstream * factor)
 
 
 def scattered_again(
