@@ -55,7 +55,7 @@ def main() -> None:
         parser.error(f"--students must be at least 1; got {arguments.students}")
     if not arguments.plot.resolve().parent.is_dir():
         parser.error(f"--plot: there is no folder {arguments.plot.resolve().parent}")
-    if arguments.plot.suffix not in (".png", ".pdf", ".svg"):
+    if arguments.plot.suffix.lower() not in (".png", ".pdf", ".svg"):
         parser.error(f"--plot: {arguments.plot} does not end in .png, .pdf or .svg")
     torch.set_num_threads(1)  # networks as small as these wait for a second thread longer than it helps
 

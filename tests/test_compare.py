@@ -892,9 +892,22 @@ def test_an_output_to_standard_output(tmp_path, files, to_file):
         assert text.startswith("before\n" if to_file else "{")
         found, end = json.JSONDecoder().raw_decode(text[text.index("{") :])
         assert found["rows_read"] == ROWS
-        assert text[text.index("{") :][end:].strip() == "" or to_file  # whoever reads it from a pipe has it alone
+        assert to_file or text[text.index("{") :][end:].strip() == ""
+        assert "Divergence from the reference" not in text
         assert "Divergence from the reference" in done.stderr.decode()
     assert (tmp_path / "link.json").is_symlink()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/stdout"), reason="there is no such device")
+def test_a_reader_of_the_tables_who_is_gone_costs_no_output(files):
+    """They go to standard error where an output has standard output."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    line = [sys.executable, "-m", "kullback", "compare", *files, "--json", "/dev/stdout"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, stderr=write_end, check=False)
+    os.close(write_end)
+    assert json.loads(done.stdout)["rows_read"] == ROWS
 
 
 def test_two_processes_write_beside_each_other(tmp_path, monkeypatch):

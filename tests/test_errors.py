@@ -70,6 +70,11 @@ NESTED = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(1, 3)], layo
             ValueError,
             ["reduction", "none, mean, sum"],
         ),
+        (
+            lambda: kullback.linear_divergence(X, X, None, target_weight=X, labels=torch.zeros(len(X)).long()),
+            ValueError,
+            ["target_weight means nothing beside target=None"],
+        ),
         (lambda: kullback.divergence(X, X, alpha=0.5), ValueError, ["'kl' has no parameter 'alpha'", "none"]),
         (lambda: kullback.DivergenceLoss(temprature=2.0), ValueError, ["mean 'temperature'"]),
         (lambda: kullback.DivergenceLoss(normalizer=3.0), ValueError, ["normalizer comes with a call of the module"]),

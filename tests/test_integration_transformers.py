@@ -429,6 +429,8 @@ def test_what_changes_the_models_own_loss_is_refused():
     student, teacher, given = model("Llama", 0), model("Llama", 1), batch()
     with distil(student, teacher):
         student.train()
+        loss = student(**given).loss
+        assert student(**{**given, "labels": given["labels"].int()}).loss == loss
         with pytest.raises(ValueError, match=r"labels must lie from 0 to \d+, or be -100; got"):
             student(**{**given, "labels": given["labels"] + 100_000})
         with pytest.raises(ValueError, match="labels that do not count are -100; got ignore_index=0"):

@@ -411,6 +411,20 @@ def test_a_divergence_whose_derivative_underflows(backend, device, reduction, dt
 
 
 @EVERY_BACKEND
+def test_what_is_not_divided_keeps_its_derivative(backend, device):
+    """A row without a label has the divergence's gradient, however small that is; weights may be small, too."""
+    x = torch.tensor([[60.0, 0.0, -1.0]] * 2, device=device).requires_grad_()
+    y, labels = x.detach()[:, [1, 0, 2]], torch.tensor([-100, 2], device=device)
+    loss = lambda rows, **options: kullback.divergence(x, y, "alpha", reduction=rows, **options)
+    (alone,) = torch.autograd.grad(loss("sum"), x)
+    (beside,) = torch.autograd.grad(loss("sum", labels=labels), x)
+    torch.testing.assert_close(beside[0], alone[0], rtol=1e-5, atol=0.0)
+    weight = torch.tensor([1.0, 1e-15], device=device)
+    (light,) = torch.autograd.grad(loss("sum", labels=labels, row_weight=weight), x)
+    torch.testing.assert_close(light[1] / 1e-15, torch.tensor([1.0, 0.0, -1.0], device=device), rtol=1e-5, atol=1e-5)
+
+
+@EVERY_BACKEND
 @pytest.mark.parametrize("offset", [1e3, 1e6, 1e8])
 def test_a_smoothed_label_far_from_zero_and_tempered(backend, device, offset):
     x = torch.full((1, 7), offset, device=device)

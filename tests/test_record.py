@@ -216,20 +216,21 @@ def test_parts_of_a_recording_are_no_logits(loaded, text, tmp_path):
         (b"", [], "has fewer than two tokens"),
         (b"\xff\xfe\x00", [], "is no text in UTF-8"),
         (b"words", ["--groups", "kind"], "text.txt has no columns"),
+        (b'{"text": "words"}\n{"txt": "more"}', [], "line 2 has no column 'text'"),
     ],
 )
 def test_a_text_is_looked_at_before_the_model(tmp_path, monkeypatch, content, options, words):
     monkeypatch.setattr(evaluate, "_need", lambda packages, extra: None)
-    (tmp_path / "text.txt").write_bytes(content)
-    result = run("record", "./none", tmp_path / "text.txt", "-o", tmp_path / "run", *options)
+    text = tmp_path / ("text.jsonl" if content.startswith(b"{") else "text.txt")
+    text.write_bytes(content)
+    result = run("record", "./none", text, "-o", tmp_path / "run", *options)
     assert result.exit_code == 3
     assert words in result.output
 
 
-def test_a_window_longer_than_the_text(loaded, text):
-    """Takes no more memory than the text does."""
-    read = record.read_text(text, loaded.tokenizer, 10**12, None, None)
-    assert read.tokens.shape == (1, 1 + len(text.read_text()))
+def test_a_window_that_has_no_room_is_refused(loaded, text):
+    with pytest.raises(runs.MismatchError, match=r"--window 1000000000000 is too long: the longest .* has 36 tokens"):
+        record.read_text(text, loaded.tokenizer, 10**12, None, None)
 
 
 def test_a_folder_without_a_model(text, tmp_path, monkeypatch):
@@ -238,7 +239,7 @@ def test_a_folder_without_a_model(text, tmp_path, monkeypatch):
     said = lambda *options: run("record", tmp_path / "folder", text, "-o", tmp_path / "run", *options).output
     assert "has no config.json" in " ".join(said().replace("│", " ").split())
     (tmp_path / "folder" / "config.json").write_text("{}")
-    assert "has no revisions" in " ".join(said("--revision", "abc").replace("│", " ").split())
+    assert "only a hub's models have revisions" in " ".join(said("--revision", "abc").replace("│", " ").split())
 
 
 @pytest.mark.parametrize("name", ["./none", "none.gguf", "a/b/none", "/none"])

@@ -4,7 +4,7 @@ import mpmath
 import pytest
 import torch
 
-from kullback.backends.cuda.logits import is_smooth
+from kullback.backends.cuda.logits import fits_series
 from kullback.backends.cuda.logits.series import RADIUS, TERMS, TOLERANCE, series
 from kullback.backends.near import (
     LEAST_TOLERANCE,
@@ -76,9 +76,9 @@ def test_where_a_series_does_not_reach():
     assert series("total_variation", 0.0) is None
     assert series("alpha", 30.0) is None
     assert series("renyi", 20.0) is None
-    assert not is_smooth("total_variation", "logits", "logits")
-    assert is_smooth("alpha", "logits", "logits")  # whatever the parameter: kernels serve all of them
-    assert not is_smooth("kl", "logits", "log_probs")
+    assert not fits_series("total_variation", "logits", "logits")
+    assert fits_series("alpha", "logits", "logits")  # whatever the parameter: kernels serve all of them
+    assert not fits_series("kl", "logits", "log_probs")
 
 
 WITH_NEAR = [

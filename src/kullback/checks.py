@@ -631,6 +631,13 @@ def shared_vocab(valid: int | None, student: int, teacher: int) -> int:
     return valid_width(valid, min(student, teacher)) or student
 
 
+def check_absent(beside: str, **given: object) -> None:
+    """Arguments that say nothing beside another."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} means nothing beside {beside}")
+
+
 def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, target_form: str, tail: str) -> None:
     """A top-k teacher's entries and their ids. Whether these are tokens is said where they are read."""
     check_tensor(name, values)
@@ -646,8 +653,8 @@ def check_entries(name: str, values: Tensor, indices: Tensor, input: Tensor, tar
         or not values.size(-1)
     ):
         raise ValueError(
-            f"{name} and target_indices must both have the shape {[*rows, 'k']} for an input {shape(input)}; "
-            f"got {shape(values)} and {shape(indices)}"
+            f"{name} and target_indices must both have the shape {[*rows, 'k']}, with k at least 1, "
+            f"for an input {shape(input)}; got {shape(values)} and {shape(indices)}"
         )
     for what, tensor in ((name, values), ("target_indices", indices)):
         if tensor.device != input.device:

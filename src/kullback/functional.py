@@ -698,6 +698,9 @@ def linear_divergence(
     )
     sharded.check_normalizer(normalizer, input)
     masks_later = False  # whether rows without a label are left out once each rank has all rows
+    if target is None:
+        of_target = {"target_weight": target_weight, "target_bias": target_bias, "target_indices": target_indices}
+        checks.check_absent("target=None", **of_target)
     if target is None or checks.number("divergence_weight", divergence_weight) == 0:
         checks.check_name("tail", tail, checks.TAILS)
         checks.problem(params, kind, target_form=target_form if target_indices is None else "logits", **sides)

@@ -112,14 +112,17 @@ def weighted_of_masses(
     return loss if row_weight is None else loss * row_weight
 
 
-LEAST_SHARE = 1e-25  # of a divergence's gradient in what labels and log-sum-exps add to it: less does not show
+LEAST_SHARE = 1e-20  # of a divergence's gradient in what labels and log-sum-exps add to it: less does not show
 
 
-def dividing(problem: Problem, d_loss: Tensor) -> Tensor:
-    """Of rows the derivative in the sum of terms, not so near to 0 that what is added could not be divided by it."""
+def dividing(problem: Problem, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:
+    """Of rows the derivative in the sum of terms: where it is to divide something, not too near to 0 for that."""
+    if problem.formula.finish_is_identity:
+        return d_loss
     weights = problem.weights
     least = LEAST_SHARE * (abs(weights.label) + abs(weights.z)) / abs(weights.divergence)
-    return torch.where(d_loss.abs() < least, least, d_loss)
+    is_too_small = (d_loss.abs() < least) & (mass_factor(problem, lse, labels) != 0)
+    return torch.where(is_too_small, least, d_loss)
 
 
 def shifted(problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:

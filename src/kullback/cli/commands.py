@@ -74,7 +74,7 @@ def _progress(total: int | None = None) -> Iterator[Callable[[str], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=evaluate.Output(stderr=True),
         transient=True,
     ) as bar:
         task = bar.add_task("", total=total)
@@ -254,6 +254,8 @@ def bench(
         if json_path is not None:  # before anything is shown: whoever reads that may have gone
             text = writing.as_json(results if students else result)
             _put("--json", json_path, functools.partial(writing.put_text, text=text))
+        if result["case"]["rows"] < fitting:
+            out.print(f"[yellow]{result['case']['rows']} rows taken: memory is shorter now[/]")
         _show(result, took, out)
     if json_path is not None:
         _wrote(json_path, out)

@@ -43,12 +43,12 @@ STORED = ("float16", "bfloat16", "float32")
 
 
 class Output(Console):
-    """Standard output, whose reader may go: the rest of it is dropped then, and the exit status is the work's."""
+    """A stream whose reader may go: the rest of it is dropped then, and the exit status is the work's."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, self.file.fileno())
         os.close(nowhere)
 
 
@@ -117,7 +117,7 @@ def record(
         recorder.check_text(text, window, groups)
     except (runs.MismatchError, OSError) as error:
         _refuse(error)
-    if not Path(model).exists():
+    if not Path(model).exists() and not recorder.is_path(model, gguf_file):
         typer.echo(f"there is no {model} here: asked for at huggingface.co, or in its cache", err=True)
     try:
         loaded = recorder.load(model, gguf_file, revision, load_dtype, place)
@@ -347,7 +347,7 @@ def _need(packages: list[str], extra: str) -> None:
 @contextmanager
 def _progress(unit: str, total: int, hidden: bool = False) -> Iterator[Callable[[int], None]]:
     columns = TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+    with Progress(*columns, console=Output(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task(unit, total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -24,6 +24,7 @@ from kullback.cli.writing import replace, save
 from kullback.integrations import transformers as integration
 
 WINDOW = 512  # tokens
+MOST_TOKENS = 1 << 31  # that a text's windows have room for
 SHARD_BYTES, SHARD_WINDOWS = 1 << 26, 16  # at most: it is what an interrupt loses
 Model = Any
 
@@ -45,17 +46,21 @@ class Loaded(NamedTuple):
     about: dict[str, Any]
 
 
+def is_path(name: str, gguf_file: str | None) -> bool:
+    """Whether a model's name can be no hub's."""
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (gguf_file is None and name.endswith(".gguf"))
+
+
 def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, device: torch.device) -> Loaded:
     """In evaluation mode. The path of a GGUF file is its folder and its name."""
-    is_path = (
-        name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (gguf_file is None and name.endswith(".gguf"))
-    )
-    if is_path and not Path(name).exists():
+    folder = Path(name)
+    if is_path(name, gguf_file) and not folder.exists():
         raise FileNotFoundError(f"there is no {name}")
-    if Path(name).is_dir() and gguf_file is None and not (Path(name) / "config.json").exists():
+    configurations = [folder / config for config in ("config.json", "adapter_config.json")]
+    if folder.is_dir() and gguf_file is None and not any(config.exists() for config in configurations):
         raise FileNotFoundError(f"{name} has no config.json, as the folder of a model does")
-    if Path(name).exists() and revision is not None:
-        raise ValueError(f"--revision {revision}: {name} is here, and a folder has no revisions")
+    if folder.exists() and revision is not None:
+        raise ValueError(f"--revision {revision}: {name} is on this machine, and only a hub's models have revisions")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = name
@@ -99,7 +104,7 @@ def check_text(path: Path, window: int | None, column: str | None) -> None:
             raise MismatchError(f"--window {window}: {path} is no text; its windows are kept as they are")
         if runs.open_source(path).layout.tokens is None:
             raise MismatchError(f"{path} has no tokens that could be read again")
-    elif not any(text for text, _ in _documents(path, column)):
+    elif not sum(len(text) for text, _ in _documents(path, column)):
         raise MismatchError(f"{path} has fewer than two tokens")
 
 
@@ -110,8 +115,8 @@ def _has_tokens(path: Path) -> bool:
 
 def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | None, column: str | None) -> Text:
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
-    check_text(path, window, column)
     if _has_tokens(path):
+        check_text(path, window, column)
         return _tokens_again(path, tokenizer, windows)
     documents = list(_documents(path, column))
     names = sorted({name for _, name in documents if name is not None})
@@ -133,8 +138,13 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
             break
     if not parts:
         raise MismatchError(f"{path} has fewer than two tokens")
+    if len(parts) * window > MOST_TOKENS:
+        raise MismatchError(f"--window {window} is too long: the longest document has {max(map(len, parts))} tokens")
+    tokens = torch.full((len(parts), window), NO_TOKEN, dtype=torch.int32)
+    for own_window, part in zip(tokens, parts, strict=True):
+        own_window[: len(part)] = part
     return Text(
-        torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=NO_TOKEN),
+        tokens,
         torch.tensor(document, dtype=torch.int32),
         torch.tensor(group, dtype=torch.int32) if column else None,
         names,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kullback import checks, functional
 from kullback.divergences import Kind
+from kullback.dtypes import as_ids
 from kullback.notices import notice
 from kullback.problem import IGNORED
 
@@ -229,7 +230,7 @@ def distil(
         return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
 
     def divergence(hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
-        checks.check_tokens(labels, own.weight.size(0))
+        checks.check_tokens(as_ids(labels), options.get("valid_vocab") or own.weight.size(0))
         hidden = hidden.to(own.weight.dtype)
         of_student: dict[str, Any] = {
             "bias": own.bias,

@@ -517,10 +517,12 @@ static double mass_factor(const Arguments *a, Label label, double lse)
     return label.token == IGNORED ? 0 : a->label_weight + (a->z_weight ? 2 * a->z_weight * lse : 0);
 }
 
-/* As of labels.py */
+/* A row's derivative by which something is divided, as of labels.py */
 static double dividing(const Arguments *a, double d_loss)
 {
-    const double least = 1e-25 * (fabs(a->label_weight) + fabs(a->z_weight)) / fabs(a->divergence_weight);
+    if (FINISH_IS_IDENTITY)
+        return d_loss;
+    const double least = 1e-20 * (fabs(a->label_weight) + fabs(a->z_weight)) / fabs(a->divergence_weight);
     return fabs(d_loss) < least ? least : d_loss;
 }
 #endif
@@ -631,9 +633,10 @@ static void write_gradients(const Arguments *a, const Task *t, Row row, Found *f
     double upstream = t->weight * a->scale;
 #if INPUT_IS_LOGITS
     const double factor = mass_factor(a, t->label, lse(found->input));
-    d_loss = dividing(a, d_loss);
-    if (factor != 0)
+    if (factor != 0) {
+        d_loss = dividing(a, d_loss);
         row.input_grad_sum = (real)(found->sums.d_log_q - factor / (a->divergence_weight * d_loss));
+    }
     upstream *= a->divergence_weight;
 #endif
     upstream *= d_loss;

@@ -37,6 +37,7 @@ def _launcher(x: torch.dtype, index: int) -> Launcher:
 
 def run(work: Labels) -> None:
     labels, x, rows = work.labels.contiguous(), work.input, work.labels.numel()
+    assert labels.dtype == torch.int64  # as kernels read them
     if rows:
         _launcher(torch.float32 if x is None else x.dtype, labels.get_device())(
             -(-rows // plan.THREADS),

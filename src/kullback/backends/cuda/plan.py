@@ -53,7 +53,7 @@ def lanes(vocab: int) -> int:
 
 def shape(lanes: int, flat: bool, x: torch.dtype, y: torch.dtype, gradients: int) -> Shape:
     """The launch shape of a kernel that writes so many gradients, `lanes` threads a row."""
-    # Measured on an H200 (benchmarks/tune.py): four reads of each tensor in flight a thread and four
+    # Measured on an H200: four reads of each tensor in flight a thread and four
     # blocks reach the read ceiling; where gradients are written too, one vector at a time is best.
     doubles = torch.float64 in (x, y)
     unroll = 1 if gradients or doubles or x.itemsize != y.itemsize else 4

@@ -224,7 +224,7 @@ def _write(work: Rows, chunk: Chunk, state: RowState | None) -> None:
     grad_out: Tensor | float = scale if weight is None else weight * scale
     if state is not None and not problem.formula.finish_is_linear:
         if problem.has_auxiliary:
-            state = state._replace(d_loss=auxiliary.dividing(problem, state.d_loss))
+            state = state._replace(d_loss=auxiliary.dividing(problem, state.d_loss, state.input_lse, work.labels))
         grad_out = weighted(state.d_loss * scale, weight)
     upstream = None
     if problem.has_auxiliary and state is not None:

@@ -88,8 +88,9 @@ def gradient_by_formula(
     total = {"total": sums["term"].sum(-1), "tilted_lse": tilted_lse}
     d_loss = problem.formula.finish.run({**total, **problem.parameters})["derivative"]
     if problem.has_auxiliary:
-        d_loss = dividing(problem, torch.as_tensor(d_loss))
-        sum_q = shifted(problem, sum_q, d_loss, lse["input"].squeeze(-1), labels)
+        own_lse = lse["input"].squeeze(-1)
+        d_loss = dividing(problem, torch.as_tensor(d_loss), own_lse, labels)
+        sum_q = shifted(problem, sum_q, d_loss, own_lse, labels)
     variables["input_grad_sum"] = sum_q.unsqueeze(-1)
     grad_out = grad_out.to(dtype)
     upstream = (grad_out * (d_loss * problem.weights.divergence)).unsqueeze(-1)

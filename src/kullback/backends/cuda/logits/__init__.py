@@ -97,7 +97,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "HAS_SMOOTHING": variant.smoothing,
         "WANT_FIGURES": variant.figures,
         "HAS_PEERS": variant.has_peers,
-        "FITS_SERIES": is_smooth(variant.kind, *forms),
+        "FITS_SERIES": fits_series(variant.kind, *forms),
         "SERIES_RADIUS": f"{RADIUS}f",
         "HAS_CORNER": has_corner(variant.kind),
         "NEAR_TERMS": variant.near.terms,
@@ -143,7 +143,7 @@ def caches_derivatives(variant: Variant) -> bool:
     return is_loss and variant.wants == (True, False) and variant.x == variant.y == variant.dx == torch.float32
 
 
-def is_smooth(kind: str, form: str, target_form: str) -> bool:
+def fits_series(kind: str, form: str, target_form: str) -> bool:
     """Whether the kind is a series near p = q, for its default parameter; other parameters may lie too far out."""
     return form == target_form == "logits" and series(kind, DIVERGENCES[kind].default) is not None
 

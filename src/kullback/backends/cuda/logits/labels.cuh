@@ -109,21 +109,29 @@ INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStat
 #endif
 }
 
+/* What of that multiplies q in the gradient */
+INLINE float mass_factor(const Arguments &a, const Label &label, const RowStats &stats)
+{
+    if (label.token == IGNORED)
+        return 0;
+    const float lse = stats.in_range ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
+    return a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * lse : 0);
+}
+
 /* The row's Σ d_log_q, less what its label and z-loss add to q's factor */
 INLINE float sum_with_label(const Arguments &a, const Label &label, const RowStats &stats, float d_log_q, float d_loss)
 {
-    if (label.token == IGNORED)
-        return d_log_q;
-    const float lse = stats.in_range ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
-    const float factor = a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * lse : 0);
+    const float factor = mass_factor(a, label, stats);
     return factor != 0 ? d_log_q - in_range_ratio_or_zero(factor, a.divergence_weight * d_loss) : d_log_q;
 }
 
-/* As of labels.py */
-INLINE double dividing(const Arguments &a, double d_loss)
+/* The row's derivative by which something is divided, as of labels.py */
+INLINE double dividing(const Arguments &a, const Pipeline &pipeline, const RowStats &stats, double d_loss)
 {
-    const float least = 1e-25f * in_range_ratio_or_zero(fabsf(a.label_weight) + fabsf(a.z_weight), fabsf(a.divergence_weight));
-    return FINISH_IS_IDENTITY || !(fabs(d_loss) < (double)least) ? d_loss : (double)least;
+    const float least = 1e-20f * in_range_ratio_or_zero(fabsf(a.label_weight) + fabsf(a.z_weight), fabsf(a.divergence_weight));
+    if (FINISH_IS_IDENTITY || !(fabs(d_loss) < (double)least))
+        return d_loss;
+    return mass_factor(a, label_of(pipeline), stats) != 0 ? (double)least : d_loss;
 }
 
 /* Before gradients are written: the row's sums as they are to be */
@@ -166,7 +174,7 @@ INLINE void write_label(const Slice &slice, const RowGroup &group, bool by_vecto
         slice.d_input()[token] = own_label().input;
 }
 #else
-INLINE double dividing(const Arguments &, double d_loss) { return d_loss; }
+INLINE double dividing(const Arguments &, const Pipeline &, const RowStats &, double d_loss) { return d_loss; }
 template <typename F> INLINE void differentiate_label(const Arguments &, const Pipeline &, const RowGroup &, F, GradOut)
 {
 }

@@ -328,8 +328,8 @@ INLINE void find_near_term(RowTerms<SURE> &found, const Slice &slice, Pipeline &
 #endif
 }
 
-/* This thread's part of the row's sum; its gradients are written. few_are_far: hardly an element; is_sure: of a row
-   that one sure token may have */
+/* This thread's part of the row's sum; its gradients are written. few_are_far: hardly an element is; is_sure: one token may have
+   the row */
 template <bool WRITES, bool LAST>
 INLINE TermSums near_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats, const Sums &sums, bool few_are_far,
                           bool is_sure, GradOut grad_out)

@@ -644,8 +644,8 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 {
     const Arguments &a = slice.a;
     const unsigned r = slice.row;
-    const double d_loss
-        = WANT_GRADIENT ? dividing(a, finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative) : 0;
+    const double derivative = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative : 0;
+    const double d_loss = dividing(a, pipeline, found.stats, derivative);
     const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if HAS_AUXILIARY
     if (WANT_GRADIENT)
@@ -752,7 +752,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         if (a.loss)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
-    write_row(slice, pipeline, group, found, weight, dividing(a, done.derivative));
+    write_row(slice, pipeline, group, found, weight, dividing(a, pipeline, found.stats, done.derivative));
 #endif
 }
 

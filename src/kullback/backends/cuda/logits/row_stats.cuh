@@ -98,7 +98,7 @@ struct RowStats {
     }
 
 private:
-    /* What is no number goes to the sum. */
+    /* What is no number shows in the sum of both. */
     INLINE void add_part(float &sum, int place, float part, bool is_largest)
     {
         sum += KEEPS_LARGEST && is_largest ? largest[place] : part;
