@@ -148,6 +148,108 @@ def distil(
     ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
     ...         return trainer.train()
     """
+    loss_of = Loss(kind, label_weight, _checked_options(kind, label_weight, options))
+    model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
+    if model is reference or model.get_decoder() is reference.get_decoder():
+        raise ValueError(
+            "student and teacher are one model, whose divergence from itself is 0. PEFT adapts a model in place: load "
+            "the teacher anew"
+        )
+    _check_student(student, model)
+    teacher.eval()
+    _check_teacher(reference)
+    for name, each in (("student", model), ("teacher", reference)):
+        check_logits(name, each)
+    _check_own_loss(model, label_weight)
+    if not (_is_sharded(model) or _is_sharded(reference)):
+        vocabularies = (head_of(each).weight.size(0) for each in (model, reference))
+        checks.shared_vocab(loss_of.options.get("valid_vocab"), *vocabularies)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    read = inspect.signature(model.get_decoder().forward).parameters
+    unread = set(names) - set(TOKEN_TYPES) - set(read) - set(NOT_OF_DECODERS)
+
+    def forward(self: Model, *positional: Any, **batch: Any) -> Any:
+        if distillation.is_over:
+            return distillation.own_forward(self)(*positional, **batch)
+        batch |= _named(names, positional, batch)
+        labels: Tensor | None = batch.get("labels")
+        shifted: Tensor | None = batch.get("shift_labels")
+        if not self.training or (labels is None and shifted is None):
+            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                notice(NO_LABELS, RuntimeWarning)
+            return distillation.own_forward(self)(**batch)
+        count = batch.get("num_items_in_batch")
+        _check_batch(self, batch, count, unread)
+        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS} | {"use_cache": False}
+        hidden = hidden_states(self, inputs)
+        with torch.no_grad():
+            target = hidden_states(reference, inputs)
+        if shifted is None and labels is not None:
+            hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
+        assert shifted is not None
+        if shifted.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"labels must be as many as tokens, {list(hidden.shape[:-1])} once shifted; got {list(shifted.shape)}"
+            )
+        distillation.was_used = True
+        loss = loss_of(hidden, head_of(self), target, head_of(reference), shifted, count)
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
+
+    # Trainer gives a model what its signature names. No __wrapped__: accelerate would unwrap the student down to that.
+    functools.update_wrapper(forward, type(model).forward)
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    vars(forward).update(__signature__=inspect.signature(type(model).forward))
+    distillation = Distillation(model, types.MethodType(forward, model))
+    vars(forward).update(distillation=distillation)
+    return distillation
+
+
+class Loss(NamedTuple):
+    """What the tokens of a batch lose, from both models' hidden states and heads."""
+
+    kind: Kind | str
+    label_weight: float
+    options: dict[str, Any]  # of `kullback.linear_divergence`
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether labels are of the logits that the divergence is of."""
+        return self.options.get("temperature", 1.0) == 1  # type: ignore[no-any-return]
+
+    def __call__(self, hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
+        checks.check_tokens(as_ids(labels), self.options.get("valid_vocab") or own.weight.size(0))
+        hidden = hidden.to(own.weight.dtype)
+        of_student: dict[str, Any] = {
+            "bias": own.bias,
+            "logit_scale": own.scale,
+            "softcap": own.softcap,
+            "row_weight": labels != IGNORED,
+            "normalizer": count.to(hidden.device) if isinstance(count, Tensor) else count,
+        }
+        of_labels: dict[str, Any] = {"labels": labels, "label_weight": self.label_weight} if self.label_weight else {}
+        loss = functional.linear_divergence(
+            hidden,
+            own.weight,
+            target.to(other.weight.dtype),
+            other.weight.detach(),
+            self.kind,
+            target_bias=None if other.bias is None else other.bias.detach(),
+            target_logit_scale=other.scale,
+            target_softcap=other.softcap,
+            **of_student,
+            **(of_labels if self.is_fused else {}),
+            **self.options,
+        )
+        if of_labels and not self.is_fused:
+            shared = {name: self.options[name] for name in OPTIONS_OF_LABELS if name in self.options}
+            loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
+        return loss
+
+
+def _checked_options(kind: Kind | str, label_weight: float, options: dict[str, Any]) -> dict[str, Any]:
+    """Those that `kullback.linear_divergence` gets."""
     for name, why in NO_OPTIONS.items():
         if options.get(name) is not None:
             raise ValueError(f"distil has no option {name}: {why}; got {options[name]!r}")
@@ -166,109 +268,31 @@ def distil(
             "with a divergence_weight of 0 labels count alone, so they need a label_weight, and temperature 1; got "
             f"label_weight {label_weight} and temperature {options.get('temperature', 1.0)}"
         )
-    model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
-    if model is reference or model.get_decoder() is reference.get_decoder():
+    return options
+
+
+def _named(names: list[str], positional: tuple[Any, ...], batch: dict[str, Any]) -> dict[str, Any]:
+    """What a forward was given by place."""
+    given = dict(zip(names, positional, strict=False))
+    if len(given) < len(positional) or given.keys() & batch.keys():
+        raise TypeError(
+            f"forward takes {', '.join(names)}, each once; got {len(positional)} by place and {', '.join(batch)}"
+        )
+    return given
+
+
+def _check_batch(model: Model, batch: dict[str, Any], count: Any, unread: set[str]) -> None:
+    """What would change the model's own loss, and the divergence does not know. `unread`: by the decoder."""
+    for name in ("inputs_embeds", "past_key_values"):
+        if batch.get(name) is not None:
+            raise ValueError(f"the student was given {name}, {OF_ONE_MODEL}")
+    ignored = sorted(name for name in unread if batch.get(name) is not None and batch[name] is not False)
+    if ignored:
+        decoder = type(model.get_decoder()).__name__
         raise ValueError(
-            "student and teacher are one model, whose divergence from itself is 0. PEFT adapts a model in place: load "
-            "the teacher anew"
+            f"the student was given {', '.join(ignored)}, of which its decoder, {decoder}, knows nothing: what is "
+            "distilled so is a model of text"
         )
-    _check_student(student, model)
-    teacher.eval()
-    _check_teacher(reference)
-    for name, each in (("student", model), ("teacher", reference)):
-        check_logits(name, each)
-    _check_own_loss(model, label_weight)
-    if not (_is_sharded(model) or _is_sharded(reference)):
-        vocabularies = (head_of(each).weight.size(0) for each in (model, reference))
-        checks.shared_vocab(options.get("valid_vocab"), *vocabularies)
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    read = inspect.signature(model.get_decoder().forward).parameters
-    unread = set(names) - set(TOKEN_TYPES) - set(read) - set(NOT_OF_DECODERS)
-
-    def forward(self: Model, *positional: Any, **batch: Any) -> Any:
-        if distillation.is_over:
-            return distillation.own_forward(self)(*positional, **batch)
-        given = dict(zip(names, positional, strict=False))
-        if len(given) < len(positional) or given.keys() & batch.keys():
-            raise TypeError(
-                f"forward takes {', '.join(names)}, each once; got {len(positional)} by place and {', '.join(batch)}"
-            )
-        batch |= given
-        labels: Tensor | None = batch.get("labels")
-        shifted: Tensor | None = batch.get("shift_labels")
-        if not self.training or (labels is None and shifted is None):
-            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                notice(NO_LABELS, RuntimeWarning)
-            return distillation.own_forward(self)(**batch)
-        for name in ("inputs_embeds", "past_key_values"):
-            if batch.get(name) is not None:
-                raise ValueError(f"the student was given {name}, {OF_ONE_MODEL}")
-        ignored = sorted(name for name in unread if batch.get(name) is not None and batch[name] is not False)
-        if ignored:
-            decoder = type(self.get_decoder()).__name__
-            raise ValueError(
-                f"the student was given {', '.join(ignored)}, of which its decoder, {decoder}, knows nothing: what is "
-                "distilled so is a model of text"
-            )
-        count = batch.get("num_items_in_batch")
-        _check_batch(self, batch, count)
-        inputs = {name: value for name, value in batch.items() if name not in NOT_OF_DECODERS} | {"use_cache": False}
-        hidden = hidden_states(self, inputs)
-        with torch.no_grad():
-            target = hidden_states(reference, inputs)
-        if shifted is None and labels is not None:
-            hidden, target, shifted = hidden[:, :-1], target[:, :-1], labels[:, 1:]
-        assert shifted is not None
-        if shifted.shape != hidden.shape[:-1]:
-            raise ValueError(
-                f"labels must be as many as tokens, {list(hidden.shape[:-1])} once shifted; got {list(shifted.shape)}"
-            )
-        distillation.was_used = True
-        loss = divergence(hidden, head_of(self), target, head_of(reference), shifted, count)
-        from transformers.modeling_outputs import CausalLMOutput
-
-        return CausalLMOutput(loss=loss) if batch.get("return_dict", True) is not False else (loss,)
-
-    def divergence(hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
-        checks.check_tokens(as_ids(labels), options.get("valid_vocab") or own.weight.size(0))
-        hidden = hidden.to(own.weight.dtype)
-        of_student: dict[str, Any] = {
-            "bias": own.bias,
-            "logit_scale": own.scale,
-            "softcap": own.softcap,
-            "row_weight": labels != IGNORED,
-            "normalizer": count.to(hidden.device) if isinstance(count, Tensor) else count,
-        }
-        of_labels: dict[str, Any] = {"labels": labels, "label_weight": label_weight}
-        loss = functional.linear_divergence(
-            hidden,
-            own.weight,
-            target.to(other.weight.dtype),
-            other.weight.detach(),
-            kind,
-            target_bias=None if other.bias is None else other.bias.detach(),
-            target_logit_scale=other.scale,
-            target_softcap=other.softcap,
-            **of_student,
-            **(of_labels if label_weight and is_fused else {}),
-            **options,
-        )
-        if label_weight and not is_fused:
-            shared = {name: options[name] for name in OPTIONS_OF_LABELS if name in options}
-            loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
-        return loss
-
-    # Trainer gives a model what its signature names. No __wrapped__: accelerate would unwrap the student down to that.
-    functools.update_wrapper(forward, type(model).forward)
-    del forward.__wrapped__  # type: ignore[attr-defined]
-    vars(forward).update(__signature__=inspect.signature(type(model).forward))
-    distillation = Distillation(model, types.MethodType(forward, model))
-    vars(forward).update(distillation=distillation)
-    return distillation
-
-
-def _check_batch(model: Model, batch: dict[str, Any], count: Any) -> None:
-    """What would change the model's own loss, and the divergence does not know."""
     if batch.get("ignore_index", IGNORED) not in (None, IGNORED):
         raise ValueError(f"labels that do not count are {IGNORED}; got ignore_index={batch['ignore_index']}")
     kept = batch.get("logits_to_keep")
