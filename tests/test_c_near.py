@@ -184,3 +184,28 @@ def test_rows_nearer_than_their_normalisers_are_exact(backend, generator, kind):
     log_q, log_p = (t.double().log_softmax(-1) for t in (x, y))
     truth = CENTRED[kind](log_q.exp(), log_p - log_q).sum(-1)
     assert ((losses.double() - truth) / truth).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("eps", [1e-4, 1e-5])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("jensen_shannon", {"beta": 0.01}),
+        ("jensen_shannon", {"beta": 0.99}),
+        ("skew_kl", {}),
+        ("renyi", {}),
+        ("kl", {}),
+    ],
+)
+def test_the_nearest_rows_and_their_gradients(backend, generator, kind, options, eps):
+    """Beside the same call in float64."""
+    x, y = near_rows(generator, 8, 1000, eps)
+
+    def found(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, y)]
+        losses = kullback.divergence(*leaves, kind, reduction="none", **options)
+        return losses.detach().double(), *(g.double() for g in torch.autograd.grad(losses.sum(), leaves))
+
+    for ours, exact in zip(found(torch.float32), found(torch.float64), strict=True):
+        error = (ours - exact).norm(dim=-1) / exact.norm(dim=-1) if exact.dim() > 1 else ((ours - exact) / exact).abs()
+        assert error.max() < 2e-6

@@ -538,3 +538,17 @@ def test_a_student_that_is_its_top_k_teacher_has_a_hessian(backend, tail):
     (product,) = torch.autograd.grad(gradient @ torch.tensor([1.0, 2, 3, 4]), x)
     expected = [-0.375, -0.125, 0.25, 0.25] if tail == "bucket" else [-0.25, 0.25, 0.0, 0.0]
     torch.testing.assert_close(product, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("backend", ["torch", "c"], indirect=True)
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "renyi"])
+def test_rows_that_a_caller_leaves_out_may_hold_anything(backend, generator, kind):
+    """Their upstream gradients are 0, though no row weight says so."""
+    x, y = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    x[1, 2], y[2] = torch.nan, -torch.inf
+    x.requires_grad_()
+    losses = kullback.divergence(x, y, kind, reduction="none")
+    (gradient,) = torch.autograd.grad(losses[:1].sum(), x, create_graph=True)
+    (again,) = torch.autograd.grad(gradient.square().sum(), x)
+    assert again[0].abs().sum() > 0
+    assert (again[1:] == 0).all()

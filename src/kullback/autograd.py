@@ -111,11 +111,11 @@ def _pull_back(ctx: Context, state: Tensor | None, given: Operands, grad_out: Te
     grad_out: upstream of rows' losses, times their weights.
     """
     operands = weighing(given, grad_out)
-    skipped = None if given.row_weight is None else given.row_weight.detach() == 0
     wants = ctx.needs_input_grad[-len(operands)], ctx.needs_input_grad[1 - len(operands)]
     with backends.restored(ctx.backend):
         if not is_differentiated_again(*(t for t in of_rows(operands) if t is not None)):
             return library.write_gradients(ctx.problem, operands, state, wants)
+        skipped = None if given.row_weight is None else given.row_weight.detach() == 0
         gradients = Gradient.apply(ctx.problem, wants, state, skipped, *distinct(operands))
     return tuple(gradient if wanted else None for gradient, wanted in zip(gradients, wants, strict=True))
 

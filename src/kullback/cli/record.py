@@ -139,7 +139,9 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
     if not parts:
         raise MismatchError(f"{path} has fewer than two tokens")
     if len(parts) * window > MOST_TOKENS:
-        raise MismatchError(f"--window {window} is too long: the longest document has {max(map(len, parts))} tokens")
+        raise MismatchError(
+            f"--window {window} is too long: no window of the text has more than {max(map(len, parts))} tokens"
+        )
     tokens = torch.full((len(parts), window), NO_TOKEN, dtype=torch.int32)
     for own_window, part in zip(tokens, parts, strict=True):
         own_window[: len(part)] = part

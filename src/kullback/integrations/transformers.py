@@ -148,7 +148,8 @@ def distil(
     ...     with distil(student, teacher, "jensen_shannon", beta=0.1):
     ...         return trainer.train()
     """
-    loss_of = Loss(kind, label_weight, _checked_options(kind, label_weight, options))
+    options = _checked_options(kind, label_weight, options)
+    loss_of = functools.partial(_loss, kind, label_weight, options)
     model, reference = _unwrapped("student", student), _unwrapped("teacher", teacher)
     if model is reference or model.get_decoder() is reference.get_decoder():
         raise ValueError(
@@ -163,7 +164,7 @@ def distil(
     _check_own_loss(model, label_weight)
     if not (_is_sharded(model) or _is_sharded(reference)):
         vocabularies = (head_of(each).weight.size(0) for each in (model, reference))
-        checks.shared_vocab(loss_of.options.get("valid_vocab"), *vocabularies)
+        checks.shared_vocab(options.get("valid_vocab"), *vocabularies)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     read = inspect.signature(model.get_decoder().forward).parameters
     unread = set(names) - set(TOKEN_TYPES) - set(read) - set(NOT_OF_DECODERS)
@@ -206,46 +207,46 @@ def distil(
     return distillation
 
 
-class Loss(NamedTuple):
+def _loss(
+    kind: Kind | str,
+    label_weight: float,
+    options: dict[str, Any],
+    hidden: Tensor,
+    own: Head,
+    target: Tensor,
+    other: Head,
+    labels: Tensor,
+    count: Any,
+) -> Tensor:
     """What the tokens of a batch lose, from both models' hidden states and heads."""
-
-    kind: Kind | str
-    label_weight: float
-    options: dict[str, Any]  # of `kullback.linear_divergence`
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether labels are of the logits that the divergence is of."""
-        return self.options.get("temperature", 1.0) == 1  # type: ignore[no-any-return]
-
-    def __call__(self, hidden: Tensor, own: Head, target: Tensor, other: Head, labels: Tensor, count: Any) -> Tensor:
-        checks.check_tokens(as_ids(labels), self.options.get("valid_vocab") or own.weight.size(0))
-        hidden = hidden.to(own.weight.dtype)
-        of_student: dict[str, Any] = {
-            "bias": own.bias,
-            "logit_scale": own.scale,
-            "softcap": own.softcap,
-            "row_weight": labels != IGNORED,
-            "normalizer": count.to(hidden.device) if isinstance(count, Tensor) else count,
-        }
-        of_labels: dict[str, Any] = {"labels": labels, "label_weight": self.label_weight} if self.label_weight else {}
-        loss = functional.linear_divergence(
-            hidden,
-            own.weight,
-            target.to(other.weight.dtype),
-            other.weight.detach(),
-            self.kind,
-            target_bias=None if other.bias is None else other.bias.detach(),
-            target_logit_scale=other.scale,
-            target_softcap=other.softcap,
-            **of_student,
-            **(of_labels if self.is_fused else {}),
-            **self.options,
-        )
-        if of_labels and not self.is_fused:
-            shared = {name: self.options[name] for name in OPTIONS_OF_LABELS if name in self.options}
-            loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
-        return loss
+    checks.check_tokens(as_ids(labels), own.weight.size(0))
+    is_fused = options.get("temperature", 1.0) == 1  # whether labels are of the logits that the divergence is of
+    hidden = hidden.to(own.weight.dtype)
+    of_student: dict[str, Any] = {
+        "bias": own.bias,
+        "logit_scale": own.scale,
+        "softcap": own.softcap,
+        "row_weight": labels != IGNORED,
+        "normalizer": count.to(hidden.device) if isinstance(count, Tensor) else count,
+    }
+    of_labels: dict[str, Any] = {"labels": labels, "label_weight": label_weight} if label_weight else {}
+    loss = functional.linear_divergence(
+        hidden,
+        own.weight,
+        target.to(other.weight.dtype),
+        other.weight.detach(),
+        kind,
+        target_bias=None if other.bias is None else other.bias.detach(),
+        target_logit_scale=other.scale,
+        target_softcap=other.softcap,
+        **of_student,
+        **(of_labels if is_fused else {}),
+        **options,
+    )
+    if of_labels and not is_fused:
+        shared = {name: options[name] for name in OPTIONS_OF_LABELS if name in options}
+        loss = loss + functional.linear_divergence(hidden, own.weight, None, **of_student, **of_labels, **shared)
+    return loss
 
 
 def _checked_options(kind: Kind | str, label_weight: float, options: dict[str, Any]) -> dict[str, Any]:

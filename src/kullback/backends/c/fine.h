@@ -35,19 +35,21 @@ NOINLINE static void near_sum(const X *x, const Y *y, int64_t n, Row row, Softca
 {
     for (int64_t start = 0; start < n; start += SPAN) {
         const int64_t end = start + SPAN < n ? start + SPAN : n;
-        real term = 0, difference = 0;
+        real term = 0, difference = 0, excess = 0; /* of p over q, to the first order: where it counts r is small */
         ubits longest = 0;
-#pragma omp simd reduction(+: term, difference) reduction(max: longest)
+#pragma omp simd reduction(+: term, difference, excess) reduction(max: longest)
         for (int64_t i = start; i < end; i++) {
             const real xi = COUNTED_X(LOAD_X(x[i])), yi = COUNTED_Y(LOAD_Y(y[i]));
             const real r = near_ratio_of(xi, yi, &row), product = near_root_of(xi, yi, &row) * r;
             const ubits size = to_bits(safe_abs(r));
             longest = size > longest ? size : longest;
+            excess += product;
             term += product * r * polynomial(fine.term, FINE_TERMS, FINE_TERM_STEP, r);
             difference += product * polynomial(fine.difference, FINE_DIFFERENCES, FINE_DIFFERENCE_STEP, r);
         }
         if (from_bits((bits)longest) < FINE_RADIUS) {
             sums->term += term;
+            sums->q_minus_p -= excess;
             sums->d_log_p += 0.5 * ((double)term - difference); /* their sum is term: Euler's */
             sums->d_log_q += 0.5 * ((double)term + difference);
         } else {

@@ -58,7 +58,7 @@ typedef struct {
 #define SURE_SUM_EXP 1.001 /* against the maximum: less is of a row that one token has */
 /* What is left of moments is off by a few roundings of 1: where polynomials serve, less than this is summed again. */
 #define MIN_MOMENTS_SUM 0.1
-/* Where polynomials serve, what log-sum-exps are rounded by shows in less than this: that is summed with the masses' excess. */
+/* Where polynomials serve, what log-sum-exps are rounded by shows in less than this: that is taken off, and the row summed again. */
 #define LEAST_NEAR_SUM 2e-8
 #define MAX_REFINED_SUM 1.0 /* less, found of moments, shows how spans were added */
 #define HEAVY_LOG_MASS -6.9314718f
@@ -249,10 +249,18 @@ NOINLINE static double heavy_rounding(const X *x, const Y *y, int64_t n, Row row
 }
 #endif
 
+#if HAS_LOGITS
+/* What q's masses sum to more than p's is what log-sum-exps are off by: a half is taken from each. */
+static void take_off(Found *found, double q_minus_p)
+{
+    found->input.sum_exp *= exp(0.5 * q_minus_p);
+    found->target.sum_exp *= exp(-0.5 * q_minus_p);
+}
+#endif
+
 #if HAS_FINE
-/* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. False too of
-   one whose sum is too small, but for equal rows. */
-static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps, real parameter, const Arguments *a,
+/* The sums of a row that is near; false of one that a sure token has: others' masses are too exact for its normalisers. */
+static int sum_near(const X *x, const Y *y, int64_t n, Row *row, Softcaps softcaps, real parameter, const Arguments *a,
                     Found *found)
 {
     const int is_sure = found->input.sum_exp < SURE_SUM_EXP || found->target.sum_exp < SURE_SUM_EXP;
@@ -261,7 +269,14 @@ static int sum_near(const X *x, const Y *y, int64_t n, const Row *row, Softcaps 
     found->sums = (Sums){ 0, 0, 0, 0 };
     found->mode = STABLE;
     near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
-    return found->sums.term == 0 || (found->sums.term > LEAST_NEAR_SUM && found->sums.term < MAX_SUM);
+    if (found->sums.term != 0 && fabs(found->sums.term) < LEAST_NEAR_SUM) {
+        take_off(found, found->sums.q_minus_p);
+        found->log_z_diff = log_z_diff(found->input, found->target);
+        set_row(row, found, a);
+        found->sums = (Sums){ 0, 0, 0, 0 };
+        near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
+    }
+    return fabs(found->sums.term) < MAX_SUM;
 }
 #endif
 
@@ -385,8 +400,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
         const double wrong = fabs(s.q_minus_p) * slope;
         if (!(wrong > tolerated && wrong < MAX_SUM))
             break;
-        found->input.sum_exp *= exp(0.5 * s.q_minus_p);
-        found->target.sum_exp *= exp(-0.5 * s.q_minus_p);
+        take_off(found, s.q_minus_p);
     }
 }
 

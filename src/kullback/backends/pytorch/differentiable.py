@@ -47,18 +47,20 @@ def gradient_by_formula(
     """The wanted gradients of Σ row_weight · loss as one differentiable expression, nothing chunked.
 
     Rows are [..., vocab]; the weight is the upstream gradient. For double backward. `skipped`: rows that are not read.
-    One whose upstream gradient happens to be 0 is: what its gradient would be is a derivative too.
+    One whose upstream gradient happens to be 0 is, if it has a softmax: what its gradient would be is a derivative too.
     """
     x, y, grad_out, labels = operands
     assert grad_out is not None
     wide = accumulator(x) if problem.has_logits else torch.float32
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), wide)
-
-    def read(tensor: Tensor) -> Tensor:
-        values = problem.narrow(tensor).to(dtype)
-        return values if skipped is None else torch.where(skipped.unsqueeze(-1), 1.0, values)  # harmless in every form
-
-    values = {name: capped(read(t), side.softcap) for name, t, side in zip(SIDES, (x, y), problem.sides, strict=True)}
+    rows = [problem.narrow(tensor).to(dtype) for tensor in (x, y)]
+    if rows[0].size(-1):
+        has_softmax = rows[0].detach().amax(-1).isfinite() & rows[1].detach().amax(-1).isfinite()
+        without = (grad_out == 0) & ~has_softmax
+        skipped = without if skipped is None else skipped | without
+    if skipped is not None:
+        rows = [torch.where(skipped.unsqueeze(-1), 1.0, row) for row in rows]  # 1 is harmless in every form
+    values = {name: capped(row, side.softcap) for name, row, side in zip(SIDES, rows, problem.sides, strict=True)}
     variables: dict[str, Value] = {"x": values["input"], "y": values["target"], **problem.parameters}
     lse: dict[str, Tensor] = {}
     for name, side in zip(SIDES, problem.sides, strict=True):
