@@ -853,3 +853,13 @@ def test_labels_beside_a_float64_target(backend, device, generator):
     expected = oracle.divergence(logits, y, "kl").sum()
     expected = expected + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     assert relative_error(loss, expected) < 1e-13
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_a_divergence_that_counts_nothing_changes_no_dtype(weight, generator):
+    x, y = torch.randn(2, 3, 7, generator=generator)
+    options = {"labels": torch.tensor([1, 2, -100]), "divergence_weight": weight}
+    head = torch.randn(7, 7, generator=generator)
+    assert kullback.divergence(x, y.double(), **options).dtype == torch.float64
+    assert kullback.linear_divergence(x, head, y.double(), head.double(), **options).dtype == torch.float64
+    assert kullback.divergence(x, y, **options).dtype == torch.float32

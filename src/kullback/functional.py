@@ -243,7 +243,7 @@ def divergence(
             checks.check_inplace_options(form, reduction, divergence_weight=0)
         checks.problem(params, kind, form, target_form, *scales)
         labels = _labels_alone(labels, input, form, divergence_weight, label_weight, z_weight, label_smoothing)
-        return _without_target(
+        loss = _without_target(
             *(input, labels, form, label_weight, z_weight, label_smoothing),
             temperature=temperature,
             logit_scale=logit_scale,
@@ -256,6 +256,7 @@ def divergence(
             first_token=first_token,
             total_vocab=total_vocab,
         )
+        return loss if target is None else loss.to(checks.LOSS_DTYPES[input.dtype, target.dtype])
     backends.begin()
     checks.check_pair(input, target)
     checks.check_reduction(reduction, normalizer, input)
@@ -697,6 +698,7 @@ def linear_divergence(
         labels=labels,
     )
     sharded.check_normalizer(normalizer, input)
+    target_dtype = getattr(target, "dtype", None)  # whatever it is, it is checked below
     masks_later = False  # whether rows without a label are left out once each rank has all rows
     if target is None:
         of_target = {"target_weight": target_weight, "target_bias": target_bias, "target_indices": target_indices}
@@ -759,7 +761,7 @@ def linear_divergence(
         teacher, entries = topk.teacher(problem, models.target, models.ids, of, models.row_weight)
         problem, negligible = teacher.problem, teacher.negligible
         models = models._replace(target=entries, ids=teacher.ids)
-    dtype = checks.LOSS_DTYPES[models.hidden.dtype, models.target.dtype]
+    dtype = checks.LOSS_DTYPES[models.hidden.dtype, target_dtype or models.target.dtype]
     reduced = reduction_of(reduction, models.hidden, models.row_weight, normalizer, dtype)
     rows = models.hidden.shape[:-1]
     models = _in_rows(models._replace(row_weight=reduced.row_weight), vocab)
