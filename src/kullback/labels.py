@@ -115,20 +115,18 @@ def weighted_of_masses(
 LEAST_SHARE = 1e-20  # of a divergence's gradient in what labels and log-sum-exps add to it: less does not show
 
 
-def dividing(problem: Problem, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:
-    """Of rows the derivative in the sum of terms: where it is to divide something, not too near to 0 for that."""
-    if problem.formula.finish_is_identity:
-        return d_loss
-    weights = problem.weights
-    least = LEAST_SHARE * (abs(weights.label) + abs(weights.z)) / abs(weights.divergence)
-    is_too_small = (d_loss.abs() < least) & (mass_factor(problem, lse, labels) != 0)
-    return torch.where(is_too_small, least, d_loss)
+def shifted(
+    problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of rows Σ d_log_q with which the divergence's gradient, times its weight, has the factor in it; and d_loss.
 
-
-def shifted(problem: Problem, d_log_q: Tensor, d_loss: Tensor, lse: Tensor, labels: Tensor | None) -> Tensor:
-    """A row's Σ d_log_q with which the divergence's gradient, times its weight, has the factor in it."""
-    factor = mass_factor(problem, lse, labels)
-    return d_log_q - torch.where(factor == 0, 0.0, factor / (problem.weights.divergence * d_loss))
+    That divides the factor: where there is one, d_loss is not so near to 0 that it could not.
+    """
+    weights, factor = problem.weights, mass_factor(problem, lse, labels)
+    if not problem.formula.finish_is_identity:
+        least = LEAST_SHARE * (abs(weights.label) + abs(weights.z)) / abs(weights.divergence)
+        d_loss = torch.where((d_loss.abs() < least) & (factor != 0), least, d_loss)
+    return d_log_q - torch.where(factor == 0, 0.0, factor / (weights.divergence * d_loss)), d_loss
 
 
 class Marks(NamedTuple):

@@ -98,12 +98,7 @@ def load(name: str, gguf_file: str | None, revision: str | None, dtype: str, dev
 def check_text(path: Path, window: int | None, column: str | None) -> None:
     """What can be said of a text before a model is loaded."""
     if _has_tokens(path):
-        if column:
-            raise MismatchError(f"--groups {column}: {path} is no text; a recording's groups are kept as they are")
-        if window:
-            raise MismatchError(f"--window {window}: {path} is no text; its windows are kept as they are")
-        if runs.open_source(path).layout.tokens is None:
-            raise MismatchError(f"{path} has no tokens that could be read again")
+        _source_of_tokens(path, window, column)
     elif not sum(len(text) for text, _ in _documents(path, column)):
         raise MismatchError(f"{path} has fewer than two tokens")
 
@@ -113,11 +108,22 @@ def _has_tokens(path: Path) -> bool:
     return path.is_dir() or _begins(path, runs.MAGIC)
 
 
+def _source_of_tokens(path: Path, window: int | None, column: str | None) -> tuple[runs.Source, Tensor]:
+    """Such a one, and its tokens."""
+    if column:
+        raise MismatchError(f"--groups {column}: {path} is no text; a recording's groups are kept as they are")
+    if window:
+        raise MismatchError(f"--window {window}: {path} is no text; its windows are kept as they are")
+    source = runs.open_source(path)
+    if source.layout.tokens is None:
+        raise MismatchError(f"{path} has no tokens that could be read again")
+    return source, source.layout.tokens
+
+
 def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | None, column: str | None) -> Text:
     """Of a text, of the documents of JSON lines, or the tokens of another recording or of a llama.cpp file."""
     if _has_tokens(path):
-        check_text(path, window, column)
-        return _tokens_again(path, tokenizer, windows)
+        return _tokens_again(*_source_of_tokens(path, window, column), tokenizer, windows)
     documents = list(_documents(path, column))
     names = sorted({name for _, name in documents if name is not None})
     window, parts, document, group = window or WINDOW, [], [], []
@@ -138,15 +144,12 @@ def read_text(path: Path, tokenizer: Any, window: int | None, windows: int | Non
             break
     if not parts:
         raise MismatchError(f"{path} has fewer than two tokens")
+    longest = max(map(len, parts))
     if len(parts) * window > MOST_TOKENS:
-        raise MismatchError(
-            f"--window {window} is too long: no window of the text has more than {max(map(len, parts))} tokens"
-        )
-    tokens = torch.full((len(parts), window), NO_TOKEN, dtype=torch.int32)
-    for own_window, part in zip(tokens, parts, strict=True):
-        own_window[: len(part)] = part
+        raise MismatchError(f"--window {window} is too long: no window of the text has more than {longest} tokens")
+    together = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=NO_TOKEN)
     return Text(
-        tokens,
+        torch.nn.functional.pad(together, (0, window - longest), value=NO_TOKEN),
         torch.tensor(document, dtype=torch.int32),
         torch.tensor(group, dtype=torch.int32) if column else None,
         names,
@@ -164,11 +167,8 @@ def _begins(path: Path, magic: bytes) -> bool:
         return file.read(len(magic)) == magic
 
 
-def _tokens_again(path: Path, tokenizer: Any, windows: int | None) -> Text:
-    source = runs.open_source(path)
-    layout = source.layout
-    assert layout.tokens is not None  # as `check_text` found
-    tokens = layout.tokens.int().clone()
+def _tokens_again(source: runs.Source, tokens: Tensor, tokenizer: Any, windows: int | None) -> Text:
+    layout, tokens = source.layout, tokens.int().clone()
     if isinstance(source, runs.LlamaCpp) and begins_with_bos(tokenizer):
         tokens[:, 0] = tokenizer.bos_token_id  # as llama.cpp does before it runs a window
 

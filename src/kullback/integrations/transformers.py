@@ -220,7 +220,7 @@ def _loss(
 ) -> Tensor:
     """What the tokens of a batch lose, from both models' hidden states and heads."""
     checks.check_tokens(as_ids(labels), own.weight.size(0))
-    is_fused = options.get("temperature", 1.0) == 1  # whether labels are of the logits that the divergence is of
+    is_fused = _is_fused(options)
     hidden = hidden.to(own.weight.dtype)
     of_student: dict[str, Any] = {
         "bias": own.bias,
@@ -249,6 +249,11 @@ def _loss(
     return loss
 
 
+def _is_fused(options: dict[str, Any]) -> bool:
+    """Whether labels are of the logits that the divergence is of, so that one pass finds both."""
+    return options.get("temperature", 1.0) == 1  # type: ignore[no-any-return]
+
+
 def _checked_options(kind: Kind | str, label_weight: float, options: dict[str, Any]) -> dict[str, Any]:
     """Those that `kullback.linear_divergence` gets."""
     for name, why in NO_OPTIONS.items():
@@ -258,7 +263,7 @@ def _checked_options(kind: Kind | str, label_weight: float, options: dict[str, A
     checks.check_options(kind, {"label_weight": label_weight, **options}, checks.LINEAR_OPTIONS)
     if options.get("reduction", "mean") != "mean":
         raise ValueError(f"a model's loss is the mean of its tokens; got reduction={options['reduction']!r}")
-    is_fused = options.get("temperature", 1.0) == 1
+    is_fused = _is_fused(options)
     if options.get("label_smoothing", 0.0) and not (label_weight and is_fused):
         raise ValueError(
             "label_smoothing goes with a label_weight, and with temperature 1; got label_weight "

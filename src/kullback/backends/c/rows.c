@@ -256,6 +256,14 @@ static void take_off(Found *found, double q_minus_p)
     found->input.sum_exp *= exp(0.5 * q_minus_p);
     found->target.sum_exp *= exp(-0.5 * q_minus_p);
 }
+
+/* The row's constants by the softmaxes that are found, with which it is summed from nothing */
+static void begin_sums(Row *row, Found *found, const Arguments *a)
+{
+    found->log_z_diff = log_z_diff(found->input, found->target);
+    set_row(row, found, a);
+    found->sums = (Sums){ 0, 0, 0, 0 };
+}
 #endif
 
 #if HAS_FINE
@@ -271,9 +279,7 @@ static int sum_near(const X *x, const Y *y, int64_t n, Row *row, Softcaps softca
     near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
     if (found->sums.term != 0 && fabs(found->sums.term) < LEAST_NEAR_SUM) {
         take_off(found, found->sums.q_minus_p);
-        found->log_z_diff = log_z_diff(found->input, found->target);
-        set_row(row, found, a);
-        found->sums = (Sums){ 0, 0, 0, 0 };
+        begin_sums(row, found, a);
         near_sum(x, y, n, *row, softcaps, parameter, *(const Fine *)a->fine, &found->sums);
     }
     return fabs(found->sums.term) < MAX_SUM;
@@ -387,9 +393,7 @@ static void sum_safe(const X *x, const Y *y, int64_t n, Row *row, Softcaps softc
     }
 #endif
     for (int pass = 0; pass < 2; pass++) {
-        found->log_z_diff = log_z_diff(found->input, found->target);
-        set_row(row, found, a);
-        found->sums = (Sums){ 0, 0, 0, 0 };
+        begin_sums(row, found, a);
         sum(x, y, 0, 0, n, *row, softcaps, parameter, NO_GRADIENT, &found->sums);
         /* The sums' rounding is in the difference of log-sum-exps, and shows in the masses as an excess. Smooth kinds
            have its square, and seldom too much of it; one with a corner has it as it is, and so have pieces that are merged

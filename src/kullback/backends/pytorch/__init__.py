@@ -222,15 +222,13 @@ def _write(work: Rows, chunk: Chunk, state: RowState | None) -> None:
         return
     problem, weight, scale = work.problem, work.row_weight, work.scale * work.problem.weights.divergence
     grad_out: Tensor | float = scale if weight is None else weight * scale
-    if state is not None and not problem.formula.finish_is_linear:
-        if problem.has_auxiliary:
-            state = state._replace(d_loss=auxiliary.dividing(problem, state.d_loss, state.input_lse, work.labels))
-        grad_out = weighted(state.d_loss * scale, weight)
     upstream = None
     if problem.has_auxiliary and state is not None:
-        sum_q = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, work.labels)
-        state = state._replace(d_log_q=sum_q)
+        sum_q, d_loss = auxiliary.shifted(problem, state.d_log_q, state.d_loss, state.input_lse, work.labels)
+        state = state._replace(d_log_q=sum_q, d_loss=d_loss)
         upstream = weighted(torch.full_like(sum_q, work.scale), weight)
+    if state is not None and not problem.formula.finish_is_linear:
+        grad_out = weighted(state.d_loss * scale, weight)
     chunk.write(work, state, grad_out, None if weight is None else weight == 0, upstream)
 
 

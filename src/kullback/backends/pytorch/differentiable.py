@@ -11,7 +11,7 @@ from kullback.backends.pytorch.piece import log_sum_exp
 from kullback.dtypes import accumulator
 from kullback.forms import SIDES
 from kullback.formula import TENSOR, Value
-from kullback.labels import dividing, marks, shifted
+from kullback.labels import marks, shifted
 from kullback.problem import Problem, capped, softcap_grad
 from kullback.state import far_tilted_lse
 from kullback.work import Operands
@@ -90,9 +90,7 @@ def gradient_by_formula(
     total = {"total": sums["term"].sum(-1), "tilted_lse": tilted_lse}
     d_loss = problem.formula.finish.run({**total, **problem.parameters})["derivative"]
     if problem.has_auxiliary:
-        own_lse = lse["input"].squeeze(-1)
-        d_loss = dividing(problem, torch.as_tensor(d_loss), own_lse, labels)
-        sum_q = shifted(problem, sum_q, d_loss, own_lse, labels)
+        sum_q, d_loss = shifted(problem, sum_q, torch.as_tensor(d_loss), lse["input"].squeeze(-1), labels)
     variables["input_grad_sum"] = sum_q.unsqueeze(-1)
     grad_out = grad_out.to(dtype)
     upstream = (grad_out * (d_loss * problem.weights.divergence)).unsqueeze(-1)
