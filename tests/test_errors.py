@@ -212,11 +212,28 @@ def test_says_what_is_wrong(call, error, words):
         (lambda: kullback.divergence(X, X, "jsd"), "did you mean 'jensen_shannon'"),
         (lambda: kullback.divergence(X, X, "tv"), "did you mean 'total_variation'"),
         (lambda: kullback.divergence(X, X, reduction="batchmean"), r"normalizer=input.size\(0\)"),
+        (lambda: kullback.divergence(X, X, "skl"), "did you mean 'jeffreys' or 'skew_kl'"),
+        (lambda: kullback.divergence(X, X, "skew_rkl"), "'skew_kl' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "srkl"), "'skew_kl' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "reverse_chi2"), "'chi2' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "reverse_kld"), "did you mean 'reverse_kl'"),
+        (lambda: kullback.divergence(X, X, "jeffreys", weight=0.3), "beta of mixed_kl weighs both directions"),
+        (lambda: kullback.divergence(X, X, hard_weight=0.3), "'hard_weight': label_weight multiplies"),
+        (lambda: kullback.divergence(X, X, kd_weight=0.3), "'kd_weight': divergence_weight multiplies"),
     ],
 )
 def test_words_that_people_bring_get_a_hint(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"mask": X}, "row_weight is a row's mask"), ({"T": 2.0}, "temperature divides"), ({"from": "probs"}, "'form'")],
+)
+def test_figures_of_rows_hint_too(options, words):
+    with pytest.raises(TypeError, match=f"^row_statistics has no argument '{next(iter(options))}'.*{words}"):
+        kullback.row_statistics(X, X, **options)
 
 
 @pytest.mark.parametrize("name", ["klr", "r_kl", "kl_r", "rev_kl", "bkl", "kl2"])

@@ -589,7 +589,7 @@ def test_module(generator):
         (
             {"weight": torch.zeros(9, 4, dtype=torch.bfloat16)},
             TypeError,
-            "weight must have the dtype of input, torch.float32",
+            "weight must have the dtype of input, torch.float32; got .*weight.to\\(torch.float32\\) casts it",
         ),
         ({"bias": torch.zeros(8)}, ValueError, r"bias must have the shape \[9\]; got \[8\]"),
         ({"bias": 1.0}, TypeError, "bias must be a tensor; got float"),

@@ -581,7 +581,10 @@ def projection(
         tensors = [tensor.to(dtype) for tensor in tensors]
     for which, tensor in zip(given, tensors, strict=True):
         if tensor.dtype != tensors[0].dtype:
-            raise TypeError(f"{which} must have the dtype of {name}, {tensors[0].dtype}; got {tensor.dtype}")
+            raise TypeError(
+                f"{which} must have the dtype of {name}, {tensors[0].dtype}; got {tensor.dtype}. "
+                f"{which}.to({tensors[0].dtype}) casts it, as autocast would"
+            )
     return tensors[0], tensors[1], None if bias is None else tensors[2]
 
 

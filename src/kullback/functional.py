@@ -22,6 +22,7 @@ from kullback.problem import DIVERGENCE_ALONE, IGNORED, WHOLE, Problem, Side
 from kullback.reductions import reduction_of
 from kullback.statistics import RowStatistics, TopKRowStatistics
 from kullback.tracing import in_functorch, is_traced, untraced
+from kullback.words import hints_arguments
 from kullback.work import Operands, as_rows, has_view_as_rows
 
 if TYPE_CHECKING:
@@ -855,6 +856,7 @@ def _in_rows(models: Models, vocab: int) -> Models:
     )
 
 
+@hints_arguments
 @untraced
 @torch.no_grad()
 def row_statistics(
@@ -940,6 +942,7 @@ def row_statistics(
     return statistics.of_rows(problem, values_of, input.shape[:-1], tokens, given, target is not None, copies)
 
 
+@hints_arguments
 @untraced
 @torch.no_grad()
 def topk_row_statistics(
@@ -1035,6 +1038,7 @@ def topk_row_statistics(
     )
 
 
+@hints_arguments
 @untraced
 @torch.no_grad()
 def linear_row_statistics(

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 MASK = "row_weight is a row's mask"
 ARGUMENTS = {
@@ -11,7 +18,14 @@ ARGUMENTS = {
     "ignore_index": "a label of -100 is none, and row_weight=labels != -100 leaves its row out",
     **dict.fromkeys(
         ("weight", "weights", "sample_weight", "sample_weights", "token_weight", "token_weights"),
-        "row_weight has a weight for each row",
+        "row_weight has a weight for each row, and beta of mixed_kl weighs both directions",
+    ),
+    **dict.fromkeys(
+        ("hard_weight", "ce_weight", "hard_label_weight", "lm_weight", "weight_hard_loss"),
+        "label_weight multiplies the labels' cross-entropy",
+    ),
+    **dict.fromkeys(
+        ("soft_weight", "kl_weight", "kd_weight", "weight_soft_loss"), "divergence_weight multiplies the divergence"
     ),
     **dict.fromkeys(("target_ids", "ids", "indices", "topk_indices"), "target_indices are a top-k teacher's"),
     **dict.fromkeys(("T", "tau", "temp"), "temperature divides logits"),
@@ -22,15 +36,18 @@ ARGUMENTS = {
     "logit_softcapping": "softcap bounds logits",
 }
 KINDS = {
-    **dict.fromkeys(("fkl", "forward_kl", "kld", "kl_div", "kldiv", "kullback_leibler"), "kl"),
-    **dict.fromkeys(("rkl", "kl_reverse", "backward_kl", "exclusive_kl"), "reverse_kl"),
-    **dict.fromkeys(("js", "jsd", "gjs", "generalized_jsd", "jeffreys_shannon"), "jensen_shannon"),
-    **dict.fromkeys(("tv", "tvd", "l1"), "total_variation"),
-    **dict.fromkeys(("symmetric_kl", "skl", "j_divergence"), "jeffreys"),
-    **dict.fromkeys(("mixed", "kl_mix", "weighted_jeffreys", "bidirectional_kl"), "mixed_kl"),
-    **dict.fromkeys(("skew_jsd", "skl_alpha", "alpha_skew"), "skew_kl"),
-    **dict.fromkeys(("chi_squared", "chi_square", "pearson", "chisquare"), "chi2"),
+    **dict.fromkeys(("fkl", "forward_kl", "kld", "kl_div", "kldiv", "kullback_leibler"), ("kl",)),
+    **dict.fromkeys(("rkl", "exclusive_kl"), ("reverse_kl",)),
+    **dict.fromkeys(("js", "jsd", "gjs", "generalized_jsd", "jeffreys_shannon"), ("jensen_shannon",)),
+    **dict.fromkeys(("tv", "tvd", "l1"), ("total_variation",)),
+    **dict.fromkeys(("symmetric_kl", "j_divergence"), ("jeffreys",)),
+    "skl": ("jeffreys", "skew_kl"),  # symmetric, or skewed
+    **dict.fromkeys(("mixed", "kl_mix", "weighted_jeffreys", "bidirectional_kl"), ("mixed_kl",)),
+    **dict.fromkeys(("sfkl", "skewed_kl", "skl_alpha", "alpha_skew"), ("skew_kl",)),
+    **dict.fromkeys(("chi_squared", "chi_square", "pearson", "chisquare"), ("chi2",)),
 }
+# What says that a kind's arguments are exchanged
+REVERSED = re.compile(r"reversed?|backward|inverse|(?<![a-z])rev(?![a-z])|r(?=kl)")
 REDUCTIONS = {"batchmean": 'reduction="mean" with normalizer=input.size(0) divides so'}
 
 
@@ -47,7 +64,34 @@ def hint(argument: str, name: str, known: Collection[str]) -> str:
     if argument != "kind":
         return nearest(name, known)
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    if KINDS.get(plain, "") in known:
-        return f" (did you mean {KINDS[plain]!r}?)"
+    meant = [kind for kind in KINDS.get(plain, ()) if kind in known]
+    if meant:
+        return f" (did you mean {' or '.join(map(repr, meant))}?)"
+    forward = REVERSED.sub("", plain).strip("_")
+    if forward != plain:
+        return _reversed(forward, known)
     # Of two letters, "kl" is near to names of the other direction.
     return nearest(plain, [kind for kind in known if kind != "kl"] + ["kl"] * (plain == "kl"))
+
+
+def _reversed(forward: str, known: Collection[str]) -> str:
+    """Of the reverse of a kind."""
+    found = KINDS.get(forward) or difflib.get_close_matches(forward, tuple(known), n=1)
+    if "kl" in found and "reverse_kl" in known:
+        return " (did you mean 'reverse_kl'?)"
+    return f" (that is {found[-1]!r} with input and target exchanged)" if found and found[-1] in known else ""
+
+
+def hints_arguments(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, with a hint for an argument that it does not have."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def hinting(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        for name in options:
+            if name not in names:
+                meant = f": {ARGUMENTS[name]}" if name in ARGUMENTS else nearest(name, names)
+                raise TypeError(f"{function.__name__} has no argument {name!r}{meant}")
+        return function(*args, **options)
+
+    return hinting
