@@ -127,6 +127,7 @@ def test_its_cuda_kernels_compile(triangular, arch):
             False,
             True,
             False,
+            False,
             wants,
             (False, False),
         )

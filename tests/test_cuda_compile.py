@@ -219,6 +219,7 @@ class Case(NamedTuple):
             known=mode.known,
             has_outputs=mode.verb != "gradient",
             keeps_numbers=keeps_numbers,
+            writes_losses=mode.keeps_states or mode.peers,
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             auxiliary=mode.auxiliary,

@@ -69,6 +69,7 @@ class Variant(NamedTuple):
     known: bool  # whether the rows' states are
     has_outputs: bool  # whether losses, or numbers of rows, are wanted; else gradients alone
     keeps_numbers: bool  # whether the latter are
+    writes_losses: bool  # whether each row's loss is
     wants: tuple[bool, bool]
     capped: tuple[bool, bool]
     auxiliary: bool = False  # whether a row's loss is more than its divergence
@@ -122,6 +123,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "KNOWN": variant.known,
         "WANT_SUM": variant.has_outputs,
         "KEEPS_NUMBERS": variant.keeps_numbers,
+        "WRITES_LOSSES": variant.writes_losses,
         "WANT_INPUT": variant.wants[0],
         "WANT_TARGET": variant.wants[1],
         **shape.macros,
@@ -179,6 +181,7 @@ def run(work: Rows) -> None:
         has_known,
         output is not None or found is not None,
         found is not None,
+        loss is not None,
         (d_input is not None, d_target is not None),
         figures is not None,
         peers is not None,
@@ -231,6 +234,7 @@ def _prepared(
     has_known: bool,
     has_outputs: bool,
     keeps_numbers: bool,
+    writes_losses: bool,
     wants: tuple[bool, bool],
     has_figures: bool,
     has_peers: bool,
@@ -260,6 +264,7 @@ def _prepared(
         known,
         has_outputs,
         keeps_numbers,
+        writes_losses,
         wants,
         capped,
         has_auxiliary,

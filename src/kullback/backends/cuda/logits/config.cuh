@@ -13,6 +13,7 @@
 #define HAS_AUXILIARY 0   /* whether a row's loss is more than its divergence (labels.cuh) */
 #define WANT_FIGURES 0    /* whether a row's log-sum-exp and entropy are wanted */
 #define HAS_PEERS 0       /* whether each rank has a slice of the rows (ranks.cuh) */
+#define WRITES_LOSSES 0   /* whether each row's is wanted, and not their total alone */
 #define KNOWN 0           /* whether the rows' states are known, and only gradients wanted */
 #define RESIDENT 1        /* whether rows stay on chip (sm_90 and later), or are read again for each pass */
 #define CACHES_SLOPES 0   /* whether the sweep that sums a row that is far leaves masses and slopes in its place */
@@ -127,8 +128,9 @@
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
 /* Whether a thread keeps the largest parts of Σ exp and of moments out of its sums, so that what others add is not rounded as those
-   are: a row's sum is what is left where they cancel. Of short rows a thread adds little. */
-#define KEEPS_LARGEST (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32)
+   are: a row's sum is what is left where they cancel. Of short rows a thread adds little. In a total the roundings of rows even out. */
+#define KEEPS_LARGEST \
+    (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32 && !(VERB == VERB_LOSS && IS_COARSE && !WRITES_LOSSES && !KEEPS_NUMBERS))
 
 /* A sum above this was no number, or a Σ exp against a maximum that was estimated far too low */
 #define MAX_SUM 1e15f

@@ -194,7 +194,7 @@ INLINE bool is_equal(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 INLINE bool has_equal_sides(const Slice &slice, Pipeline &pipeline, RowGroup &group, const RowStats &stats)
 {
     const Arguments &a = slice.a;
-    return VERB == VERB_LOSS && !HAS_AUXILIARY && !KNOWN && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a)
+    return VERB == VERB_LOSS && !HAS_AUXILIARY && !KNOWN && (WANT_GRADIENT || !KEEPS_NUMBERS) && has_one_temperature(a)
         && warp_all(stats.x_max == stats.y_max && stats.x_sum_exp == stats.y_sum_exp) && is_equal(slice, pipeline, group);
 }
 #endif
@@ -257,7 +257,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     const float smaller = fminf(fabsf(a.exponent), fabsf(1 - a.exponent));
     const float of_powers = HAS_CHERNOFF ? fmaxf(1, in_range_ratio_or_zero(0.5f, smaller)) : 1; /* sums are 1 - c over that */
-    float least = a.loss ? LEAST_OF_MOMENTS(0.4f) : LEAST_OF_MOMENTS(0.05f);
+    float least = LEAST_OF_MOMENTS(WRITES_LOSSES ? 0.4f : 0.05f);
     if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
         least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
     const auto is_foreseen = [&] {
@@ -294,7 +294,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     else if (seems_near())
         defer_term(false, warp_all(fabsf(found.sums.term) < MAX_SURE_SUM) && may_be_sure());
 #if HAS_SURE_ROWS
-    else if (IS_COARSE && (WANT_GRADIENT || a.found == 0) && has_one_temperature(a) && may_be_sure()
+    else if (IS_COARSE && (WANT_GRADIENT || !KEEPS_NUMBERS) && has_one_temperature(a) && may_be_sure()
              && is_well_conditioned(found.sums, LEAST_CLOSE_SUM * (1 + fabsf(shift)) * of_powers)) {
         const bool few_are_far = are_few();
 #if HAS_NEAR_ELEMENT
@@ -657,21 +657,20 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     if (found.mode == FAST)
         term = near_term<WANT_GRADIENT, VERB == VERB_LOSS>(slice, pipeline, group, found.stats, found.sums, found.few_are_far,
                                                            found.is_sure, grad_out);
-#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS
-    if (a.loss == 0 && a.found == 0) {
-        const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + labelled;
-        if (threadIdx.x % LOGICAL_WARP == 0)
-            near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
+#if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS && !WRITES_LOSSES && !KEEPS_NUMBERS
+    const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + labelled;
+    if (threadIdx.x % LOGICAL_WARP == 0)
+        near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
 #if HAS_AUXILIARY
-        if (WANT_GRADIENT)
-            write_label(slice, group, true);
+    if (WANT_GRADIENT)
+        write_label(slice, group, true);
 #endif
-        return false;
-    }
-#endif
+    return false;
+#else
     const TermSums whole = all_reduced(a, pipeline, group, term);
     found.sums.term = found.stats.tilted_lse == 0 ? whole.light + whole.heavy : 0;
     return true;
+#endif
 }
 #endif
 
@@ -743,13 +742,13 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     release_row(slice, pipeline, group);
 #else
     const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameter);
-    if (!WANT_GRADIENT && a.found && is_first_thread(group)) /* now, so that nothing of it is kept any longer */
+    if (!WANT_GRADIENT && KEEPS_NUMBERS && is_first_thread(group)) /* now, so that nothing of it is kept any longer */
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */
     if (!KNOWN && is_first_thread(group)) {
         const double loss = weight * (divergence_weight(a) * done.loss + labelled);
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
-        if (a.loss)
+        if (WRITES_LOSSES)
             a.loss[r] = rounded<LOSS>((real)loss);
     }
     write_row(slice, pipeline, group, found, weight, dividing(a, pipeline, found.stats, done.derivative));
@@ -766,12 +765,12 @@ INLINE void clear_row(const Arguments &a, const RowGroup &group, unsigned r)
             a.d_target[r * a.d_target_stride + i] = rounded<DY>(0);
     }
     if (is_first_thread(group)) {
-        if (a.loss)
+        if (WRITES_LOSSES)
             a.loss[r] = rounded<LOSS>(0);
         if (WANT_FIGURES)
             a.figures[r] = a.figures[a.rows + r] = 0;
         const int fields = VERB == VERB_STATISTICS ? (int)STATS_FIELDS : VERB == VERB_ACCUMULATE ? (int)SUMS_FIELDS : (int)STATE_FIELDS;
-        if (a.found)
+        if (KEEPS_NUMBERS)
             for (int field = 0; field < fields; field++)
                 keep(a, field, r, 0);
     }

@@ -107,6 +107,14 @@ private:
     }
 };
 
+/* What lanes' and warps' parts are added in */
+template <bool IS_WIDE> struct SumOf {
+    typedef float Type;
+};
+template <> struct SumOf<true> {
+    typedef double Type;
+};
+
 /* Four numbers go at once, of these: where moments are summed, only rows that seem close ask for the sample. */
 enum {
     SPREAD_SHARED = SAMPLES_SPREAD && MOMENTS + HAS_PEERS < 2,
@@ -116,13 +124,9 @@ enum {
 INLINE RowStats all_reduced(const Arguments &a, const Pipeline &pipeline, RowGroup &group, RowStats stats)
 {
     enum { SPREAD = 2 + MOMENTS, SAMPLED = SPREAD + SPREAD_SHARED, OVERLAP = SAMPLED + (SPREAD_SHARED && HAS_PEERS) };
-#if KEEPS_LARGEST
-    typedef double Wide;
-#else
-    typedef float Wide;
-#endif
-    Wide values[OVERLAP + OVERLAP_SHARED];
-    const auto whole = [&](float sum, int place) { return (Wide)sum + (Wide)stats.largest[place]; };
+    typedef SumOf<KEEPS_LARGEST>::Type Sum;
+    Sum values[OVERLAP + OVERLAP_SHARED];
+    const auto whole = [&](float sum, int place) { return KEEPS_LARGEST ? (Sum)sum + (Sum)stats.largest[place] : (Sum)sum; };
     values[0] = whole(stats.x_sum_exp, 0);
     values[1] = whole(stats.y_sum_exp, 1);
 #pragma unroll
