@@ -151,7 +151,9 @@ def softmaxes(input: bool, target: bool, *files: str) -> str:
             "SIDE(name)": f"{name}_##name",
             "T": letter,
             "LOAD": f"LOAD_{letter}",
+            "LOADS": f"LOADS_{letter}",
             "COUNTED(x)": f"COUNTED_{letter}(x)",
+            "IS_CAPPED": f"{name.upper()}_IS_CAPPED",
         }
         if is_used:
             parts.append(print_macros(macros))

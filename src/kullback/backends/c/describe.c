@@ -3,6 +3,7 @@
    the macros
 
    X, Y, LOAD_X, LOAD_Y               element types of input and target
+   LOADS_X, LOADS_Y                   as LOAD_X, of many elements
    INPUT_IS_CAPPED, TARGET_IS_CAPPED
    HAS_TARGET                         without, the input is told of alone
 
@@ -20,14 +21,13 @@ typedef struct {
 } Arguments;
 
 #if HAS_TARGET
+enum { SHORT, EXACT, OF_TWO_TEMPERATURES }; /* how log-ratios are found */
+
 #define DECLARE(kind) double kind;
 typedef struct {
     EACH_KIND(DECLARE)
     double q_minus_p, slope;
 } Sums;
-
-/* Of so many tokens together it is decided how their terms are found. */
-enum { GROUP = 256 };
 
 INLINE real log_q_of(real x, const Row *row)
 {
@@ -39,22 +39,22 @@ INLINE real log_p_of(real y, const Row *row)
     return (y - row->target_max) * row->target_inv_temperature - row->target_log_sum_exp;
 }
 
+#if REAL_IS_DOUBLE
+#define CLOSE_RATIO 0.48 /* found with a rounding; terms are close below 1/2 */
+
 /* The longest log-ratio of a group; infinite also of NaN */
-INLINE real longest_of(const X *x, const Y *y, int64_t n, const Row *row, Softcaps softcaps)
+INLINE real longest_of(const real *x, const real *y, int64_t n, const Row *row)
 {
     real longest = 0;
-    (void)softcaps;
 #pragma omp simd reduction(max: longest)
     for (int64_t i = 0; i < n; i++) {
-        const real log_q = log_q_of(COUNTED_X(LOAD_X(x[i])), row), log_p = log_p_of(COUNTED_Y(LOAD_Y(y[i])), row);
+        const real log_q = log_q_of(x[i], row), log_p = log_p_of(y[i], row);
         const real apart = safe_abs(log_p - log_q), of_number = apart < REAL_INFINITY ? apart : REAL_INFINITY;
         longest = of_number > longest ? of_number : longest;
     }
     return longest;
 }
 
-#if REAL_IS_DOUBLE
-#define CLOSE_RATIO 0.48 /* found with a rounding; terms are close below 1/2 */
 #else
 /* √(p·q) */
 INLINE real root_of(real x, real y, const Row *row)
@@ -68,19 +68,6 @@ INLINE real ratio_of(real x, real y, const Row *row)
                                  row->log_z_diff_low);
 }
 
-/* Also of elements that are far, and numbers: there nothing cancels. */
-INLINE Terms mixed_terms(real x, real y, Row row)
-{
-    const real ratio = ratio_of(x, y, &row);
-    const int is_near = safe_abs(ratio) < NEAR_RADIUS;
-    const Terms near = near_terms(near_sums(is_near ? ratio : 0, root_of(x, y, &row))), far = fast_terms(x, y, row);
-    Terms terms;
-#define CHOOSE(kind) terms.kind = is_near ? near.kind : far.kind;
-    EACH_KIND(CHOOSE)
-    terms.q_minus_p = is_near ? near.q_minus_p : far.q_minus_p;
-    terms.slope = is_near ? near.slope : far.slope;
-    return terms;
-}
 #endif
 
 #define PRAGMA_OF(...) _Pragma(#__VA_ARGS__)
@@ -91,60 +78,78 @@ INLINE Terms mixed_terms(real x, real y, Row row)
 
 #define ADD_TERMS(terms_of)                                                                            \
     PRAGMA(omp simd reduction(+: KINDS, q_minus_p, slope))                                             \
-    for (int64_t i = start; i < end; i++) {                                                            \
-        const Terms terms = terms_of(COUNTED_X(LOAD_X(x[i])), COUNTED_Y(LOAD_Y(y[i])), row);           \
+    for (int64_t i = 0; i < count; i++) {                                                              \
+        const Terms terms = terms_of(own[i], other[i], row);                                           \
         EACH_KIND(ADD_TERM)                                                                            \
         q_minus_p += terms.q_minus_p;                                                                  \
         slope += terms.slope;                                                                          \
     }
 
 #if !REAL_IS_DOUBLE
-/* By polynomials, as if all were near; returns the longest log-ratio, or NaN. */
-INLINE real add_near(Sums *sums, const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, int one_temperature)
+/* Those that are near, by polynomials; of each the size of its log-ratio, whose longest is returned, or NaN. */
+INLINE real add_near(Sums *sums, const real *x, const real *y, real *sizes, int64_t n, Row row, int ratios)
 {
     EACH_NEAR_SUM(ZERO)
     ubits longest = 0; /* its bits: those of NaN are more than any number's */
-    (void)softcaps;
     PRAGMA(omp simd reduction(+: NEAR_SUMS) reduction(max: longest))
     for (int64_t i = 0; i < n; i++) {
-        const real own = COUNTED_X(LOAD_X(x[i])), other = COUNTED_Y(LOAD_Y(y[i]));
-        const real ratio = one_temperature ? near_ratio_of(own, other, &row) : ratio_of(own, other, &row);
-        const NearSums more = near_sums(ratio, one_temperature ? near_root_of(own, other, &row) : root_of(own, other, &row));
-        const ubits size = to_bits(safe_abs(ratio));
-        longest = size > longest ? size : longest;
+        const real ratio = ratios == SHORT ? short_ratio_of(x[i], y[i], &row)
+            : ratios == EXACT              ? near_ratio_of(x[i], y[i], &row)
+                                           : ratio_of(x[i], y[i], &row);
+        const real root = ratios == OF_TWO_TEMPERATURES ? root_of(x[i], y[i], &row) : near_root_of(x[i], y[i], &row);
+        const real size = safe_abs(ratio);
+        const int is_near = size < NEAR_RADIUS;
+        const NearSums more = near_sums(is_near ? ratio : 0, is_near ? root : 0);
+        longest = to_bits(size) > longest ? to_bits(size) : longest;
+        sizes[i] = size;
 #define ADD_MORE(sum) sum += more.sum;
         EACH_NEAR_SUM(ADD_MORE)
     }
-    const real size = from_bits((bits)longest);
-    if (size < NEAR_RADIUS) {
-        const Terms terms = near_terms((NearSums) { NEAR_SUMS });
+    const Terms terms = near_terms((NearSums) { NEAR_SUMS });
 #define ADD_NEAR(kind) sums->kind += terms.kind;
-        EACH_KIND(ADD_NEAR)
-        ADD_NEAR(q_minus_p)
-        ADD_NEAR(slope)
+    EACH_KIND(ADD_NEAR)
+    ADD_NEAR(q_minus_p)
+    ADD_NEAR(slope)
+    return from_bits((bits)longest);
+}
+
+/* Those that are not near, side by side; returns how many. */
+INLINE int64_t gather_far(real *x, real *y, const real *own, const real *other, const real *sizes, int64_t n)
+{
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {
+        x[count] = own[i];
+        y[count] = other[i];
+        count += !(sizes[i] < NEAR_RADIUS);
     }
-    return size;
+    return count;
 }
 #endif
 
-NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
+/* Terms of elements that are close, or are far: there nothing cancels, and without infinities nothing wants a guard. */
+NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps, int ratios)
 {
     Sums sums = { 0 };
-    int is_far = 0; /* whether the group before was */
-    const int one_temperature = row.input_inv_temperature == row.target_inv_temperature;
-    (void)softcaps, (void)is_far, (void)one_temperature;
-    for (int64_t start = 0; start < n; start += GROUP) {
-        const int64_t end = start + GROUP < n ? start + GROUP : n;
+    real own_room[LONG_SPAN], other_room[LONG_SPAN];
+#if !REAL_IS_DOUBLE
+    real sizes[LONG_SPAN], far_own[LONG_SPAN], far_other[LONG_SPAN];
+#endif
+    (void)ratios;
+    for (int64_t start = 0; start < n; start += LONG_SPAN) {
+        int64_t count = start + LONG_SPAN < n ? LONG_SPAN : n - start;
+        const real *own = input_values(x + start, count, softcaps, own_room);
+        const real *other = target_values(y + start, count, softcaps, other_room);
 #if REAL_IS_DOUBLE
-        const real longest = longest_of(x + start, y + start, end - start, &row, softcaps);
+        const real longest = longest_of(own, other, count, &row);
 #else
-        real longest = is_far ? longest_of(x + start, y + start, end - start, &row, softcaps) : 0;
+        const real longest = ratios == SHORT ? add_near(&sums, own, other, sizes, count, row, SHORT)
+            : ratios == EXACT                ? add_near(&sums, own, other, sizes, count, row, EXACT)
+                                             : add_near(&sums, own, other, sizes, count, row, OF_TWO_TEMPERATURES);
         if (longest < NEAR_RADIUS)
-            longest = one_temperature ? add_near(&sums, x + start, y + start, end - start, row, softcaps, 1)
-                                      : add_near(&sums, x + start, y + start, end - start, row, softcaps, 0);
-        is_far = !(longest < NEAR_RADIUS);
-        if (!is_far)
             continue;
+        count = gather_far(far_own, far_other, own, other, sizes, count);
+        own = far_own;
+        other = far_other;
 #endif
         EACH_KIND(ZERO)
         real q_minus_p = 0, slope = 0;
@@ -154,7 +159,7 @@ NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcap
         }
 #else
         if (longest < REAL_INFINITY) {
-            ADD_TERMS(mixed_terms)
+            ADD_TERMS(fast_terms)
         }
 #endif
         else {
@@ -169,17 +174,26 @@ NOINLINE static Sums sums_of(const X *x, const Y *y, int64_t n, Row row, Softcap
 
 /* The normalisers' rounding shows in the masses as an excess. Smooth kinds have its square; where there is a corner it is had as it is,
    and to the first order taken out. Where it is more than a small part of what the sides differ by, it is taken off log(p/q), and the
-   row is summed again. */
+   row is summed again. So it is where what y - x is rounded by would show: it is 2^-25·|log_z_diff| at most beside what log-ratios are,
+   of which Σ |p - q| is less than the mean, and a smooth kind has the square. */
 static Sums divergences(const X *x, const Y *y, int64_t n, Row row, Softcaps softcaps)
 {
     enum { MOST_TIMES = 3 };
-    const double small = 1e-3;
-    Sums sums = sums_of(x, y, n, row, softcaps);
-    for (int times = 1; times < MOST_TIMES && fabs(sums.q_minus_p) < 1; times++) {
-        if (fabs(sums.q_minus_p) <= small * sums.WITH_CORNER)
+    const double small = 1e-3, offset = fabs((double)row.log_z_diff_high), least_over_offset = 1.0 / 32;
+    int ratios = row.input_inv_temperature != row.target_inv_temperature ? OF_TWO_TEMPERATURES : offset <= 1 ? SHORT : EXACT;
+    Sums sums = sums_of(x, y, n, row, softcaps, ratios);
+    for (int times = 1; fabs(sums.q_minus_p) < 1;) {
+        const int is_rounded = !REAL_IS_DOUBLE && ratios == SHORT && sums.WITH_CORNER < least_over_offset * offset;
+        const int has_excess = times < MOST_TIMES && fabs(sums.q_minus_p) > small * sums.WITH_CORNER;
+        if (!is_rounded && !has_excess)
             break;
-        set_log_z_diff(&row, (double)row.log_z_diff_high + (double)row.log_z_diff_low - sums.q_minus_p);
-        sums = sums_of(x, y, n, row, softcaps);
+        if (is_rounded)
+            ratios = EXACT;
+        if (has_excess) {
+            set_log_z_diff(&row, (double)row.log_z_diff_high + (double)row.log_z_diff_low - sums.q_minus_p);
+            times++;
+        }
+        sums = sums_of(x, y, n, row, softcaps, ratios);
     }
     sums.WITH_CORNER += 0.5 * sums.q_minus_p * sums.slope;
     sums.WITH_CORNER = sums.WITH_CORNER < 0 ? 0 : sums.WITH_CORNER;

@@ -26,6 +26,8 @@ def source(x: torch.dtype, y: torch.dtype, capped: tuple[bool, bool], has_target
         "Y": TYPES[y],
         "LOAD_X": f"load_{TYPES[x]}",
         "LOAD_Y": f"load_{TYPES[y]}",
+        "LOADS_X": f"load_{TYPES[x]}s",
+        "LOADS_Y": f"load_{TYPES[y]}s",
         "INPUT_IS_CAPPED": capped[0],
         "TARGET_IS_CAPPED": capped[1],
         "HAS_TARGET": has_target,

@@ -89,18 +89,19 @@ INLINE real ex2_of_parts(real rounded, real f)
 #define LEAST_EXPONENT (REAL_IS_DOUBLE ? (real)-750.0 : (real)-88.1)
 INLINE real bounded_exponent(real x) { return x < LEAST_EXPONENT ? LEAST_EXPONENT : x; }
 
-/* e^x of x that is no more than 0, but for a rounding; 0 where that would be subnormal */
-INLINE real mass_exp(real x)
+INLINE real bounded_mass_exp(real bounded)
 {
 #if REAL_IS_DOUBLE
-    return safe_exp(x);
+    return safe_exp(bounded);
 #else
     /* x·log2(e) less an integer, in two parts: the product of neither is rounded */
-    const real bounded = bounded_exponent(x), rounded = bounded * 1.44269504f + ROUND_TO_INTEGER;
-    const real n = rounded - ROUND_TO_INTEGER;
+    const real rounded = bounded * 1.44269504f + ROUND_TO_INTEGER, n = rounded - ROUND_TO_INTEGER;
     return ex2_of_parts(rounded, real_fma(bounded, 1.92596299e-8f, real_fma(bounded, 1.44269504f, -n)));
 #endif
 }
+
+/* e^x of x that is no more than 0, but for a rounding; 0 where that would be subnormal */
+INLINE real mass_exp(real x) { return bounded_mass_exp(bounded_exponent(x)); }
 
 #define safe_small_exp_remainder exp_remainder_series
 INLINE real safe_small_expm1(real x) { return exp_series(x) * (x * x) + x; }

@@ -7,6 +7,12 @@ INLINE real near_ratio_of(real x, real y, const Row *row)
     return real_fma(s, scale, -row->log_z_diff_high) + real_fma(rest, scale, -row->log_z_diff_low);
 }
 
+/* The same where log_z_diff is short: what y - x is rounded by is a small part of it */
+INLINE real short_ratio_of(real x, real y, const Row *row)
+{
+    return real_fma(y - x, row->input_inv_temperature, -row->log_z_diff_high) - row->log_z_diff_low;
+}
+
 INLINE real near_root_of(real x, real y, const Row *row)
 {
     const real logits = (y - row->target_max) + (x - row->input_max);

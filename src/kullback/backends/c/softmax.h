@@ -4,7 +4,7 @@
 #define NOINLINE __attribute__((noinline))
 
 /* Sums are taken in `real` over so many elements, and in double from there. */
-enum { SPAN = 256 };
+enum { SPAN = 256, LONG_SPAN = 1024 }; /* the second where many are summed at once, whose lanes then seldom meet */
 
 typedef struct { real input, target; } Softcaps;
 #define COUNTED_X(x) (INPUT_IS_CAPPED ? softcapped(x, softcaps.input) : (x))

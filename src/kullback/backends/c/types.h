@@ -31,6 +31,36 @@ INLINE real load_float16(float16 x)
     return (real)float_of((magnitude < 0x400u ? subnormal : normal) | (uint32_t)(x & 0x8000u) << 16);
 }
 
+/* Many at once */
+#define LOADS(type)                                              \
+    INLINE void load_##type##s(const type *x, int64_t n, real *to) \
+    {                                                            \
+        _Pragma("omp simd")                                      \
+        for (int64_t i = 0; i < n; i++)                          \
+            to[i] = load_##type(x[i]);                           \
+    }
+LOADS(float)
+LOADS(double)
+LOADS(bfloat16)
+
+#if defined(__F16C__) && !REAL_IS_DOUBLE
+#include <immintrin.h>
+
+/* Compilers do not find the instruction in the above. */
+INLINE void load_float16s(const float16 *x, int64_t n, float *to)
+{
+    enum { WIDTH = 8 };
+    int64_t i = 0;
+    for (; i + WIDTH <= n; i += WIDTH)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + i))));
+    for (; i < n; i++)
+        to[i] = load_float16(x[i]);
+}
+#else
+LOADS(float16)
+#endif
+#undef LOADS
+
 INLINE float store_float(real x) { return (float)x; }
 INLINE double store_double(double x) { return x; }
 
