@@ -6,7 +6,8 @@
 computes the divergence from both models' logits. `gkd` and `sdpo` are losses of TRL's other trainers. Of `modelopt`,
 `verl`, `nemo_rl` and `megatron` theirs is written here as their sources have it; that of `modelopt` is what it does
 without Liger, whose kernels are a GPU's. What is timed runs in turn. Peak memory is of a process of its own: what is
-resident above what was before the call, gradients included.
+resident above what was before the call, gradients included. On a GPU (`--device cuda`) it is what PyTorch allocates
+above that, and `trl` alone is timed, with a larger head.
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ TRL = [
     {"part": "trl", "beta": 0.5, "lengths": EVEN, "dtype": "float32"},
     {"part": "trl", "beta": 0.5, "lengths": RAGGED, "dtype": "bfloat16"},
 ]
+ON_GPU = [
+    {
+        "part": "trl",
+        "beta": beta,
+        "noise": noise,
+        "lengths": (1024, 900, 700, 512, 400, 320, 160, 80),
+        "dtype": "bfloat16",
+        "width": 2048,
+        "vocab": 128256,
+        "device": "cuda",
+    }
+    for noise, beta in itertools.product((1.0, 0.05), (0.0, 0.5, 1.0))
+]
 DISTIL = [{"part": "distil", "label_weight": weight, "lengths": RAGGED} for weight in (0.0, 0.3)]
 LOGITS = [
     *({"part": "gkd", "beta": beta, "lengths": RAGGED, "dtype": "float32"} for beta in (0.0, 0.5, 1.0)),
@@ -72,12 +86,15 @@ def trl_calls(case, lengths):
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
     torch.manual_seed(0)
-    dtype = getattr(torch, case["dtype"])
-    draw = lambda *shape: torch.randn(shape).to(dtype)
-    hidden, target = draw(len(lengths), max(lengths), WIDTH), draw(len(lengths), max(lengths), WIDTH)
-    head, its = draw(VOCAB, WIDTH).mul_(3 / WIDTH**0.5), draw(VOCAB, WIDTH).mul_(3 / WIDTH**0.5)
+    dtype, device = getattr(torch, case["dtype"]), case.get("device", "cpu")
+    width, vocab = case.get("width", WIDTH), case.get("vocab", VOCAB)
+    draw = lambda *shape: torch.randn(shape, device=device).to(dtype)
+    hidden, target = (draw(len(lengths), max(lengths), width) for _ in range(2))
+    head, its = (draw(vocab, width).mul_(3 / width**0.5) for _ in range(2))
+    if "noise" in case:
+        hidden, head = target + case["noise"] * hidden, its.clone()
     leaves = [hidden.requires_grad_(), head.requires_grad_()]
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)).long()
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)).long().to(device)
     given = (hidden, target, head, its, mask, case["beta"])
     calls = {
         "kullback": lambda: ours_of_trl.chunked_divergence_loss(*given)[:2],
@@ -86,12 +103,17 @@ def trl_calls(case, lengths):
 
     def truth():
         wide, weight = (leaf.detach().double().requires_grad_() for leaf in leaves)
-        x, y = wide[mask != 0] @ weight.T, target[mask != 0].double() @ its.double().T
         kind = {0.0: "kl", 1.0: "reverse_kl"}.get(case["beta"], "jensen_shannon")
         parameter = {"beta": case["beta"]} if kind == "jensen_shannon" else {}
-        loss = reference.rows(kind, "logits", x, y, **parameter).mean()
-        log_q = x.detach().log_softmax(-1)
-        return loss, -(log_q.exp() * log_q).sum(), norm(torch.autograd.grad(loss, (wide, weight)))
+        total, entropy = 0.0, 0.0
+        for rows in (mask != 0).nonzero().split(256):
+            at = tuple(rows.T)
+            x, y = wide[at] @ weight.T, target[at].double() @ its.double().T
+            loss = reference.rows(kind, "logits", x, y, **parameter).sum() / mask.sum()
+            loss.backward()
+            log_q = x.detach().log_softmax(-1)
+            total, entropy = total + loss.detach(), entropy - (log_q.exp() * log_q).sum()
+        return total, entropy, norm([wide.grad, weight.grad])
 
     return calls, leaves, truth
 
@@ -328,6 +350,8 @@ def step(call, leaves):
         leaf.grad = None
     loss, entropy = call()
     loss.backward()
+    if loss.is_cuda:
+        torch.cuda.synchronize()
     return loss, entropy
 
 
@@ -345,6 +369,17 @@ def peak(case, name):
     before = resident("VmRSS")
     step(calls[name], leaves)
     return resident("VmHWM") - before
+
+
+def allocated(call, leaves):
+    """Bytes that a step on a GPU takes above what was taken before it, gradients included."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(call, leaves)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def measured(case):
@@ -365,6 +400,9 @@ def measured(case):
     apart = [None if one is None else abs(one - other) / other for one, other in zip(ours, theirs, strict=True)]
     for name, entry in entries.items():
         entry["seconds"] = statistics.median(entry["seconds"])
+        if case.get("device") == "cuda":
+            entry["peak_bytes"] = allocated(calls[name], leaves)
+            continue
         with contextlib.closing(multiprocessing.get_context("spawn").Pool(1)) as pool:
             entry["peak_bytes"] = pool.apply(peak, (case, name))
     return {
@@ -377,14 +415,16 @@ def measured(case):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for integrations.json")
-    out = parser.parse_args().out
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    out, device = arguments.out, arguments.device
     out.mkdir(parents=True, exist_ok=True)
     versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers")}
     shapes = {"trl": {"hidden": WIDTH, "vocab": VOCAB}, "distil": MODEL}
     shapes |= {part: {"vocab": VOCAB} for part in CALLS.keys() - {"trl", "distil", "modelopt"}}
     shapes |= {"modelopt": {"hidden": WIDTH, "vocab": VOCAB}}
-    report = {"provenance": {**bench.provenance("cpu"), **versions}, "shapes": shapes, "results": []}
-    for case in (*TRL, *DISTIL, *LOGITS):
+    report = {"provenance": {**bench.provenance(device), **versions}, "shapes": shapes, "results": []}
+    for case in ON_GPU if device == "cuda" else (*TRL, *DISTIL, *LOGITS):
         report["results"].append(measured(case))
         (out / "integrations.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report["results"][-1]), flush=True)

@@ -53,6 +53,10 @@ def rivals_of_cross_entropy():
         from liger_kernel.transformers.functional import liger_cross_entropy
 
         yield "liger", lambda x, labels: liger_cross_entropy(x * 1, labels)  # it writes over what it is given
+    if importlib.util.find_spec("quack") is not None:
+        from quack import cross_entropy
+
+        yield "quack", lambda x, labels: cross_entropy(x, labels, reduction="mean")
 
 
 def rivals_of_linear_cross_entropy():

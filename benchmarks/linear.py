@@ -24,11 +24,11 @@ from kullback.cli import rows as real
 
 # student, rows, its hidden size, the teacher's, vocabulary, kind, whether rivals run beside
 GPU = [
+    *((f"real {name}", 4096, 576, 576, 49152, "kl", True) for name in ("pruned", "bits5", "noise1")),
+    ("real bits5", 4096, 576, 576, 49152, "jensen_shannon", True),
     *(("bits5", 4096, 4096, 4096, 128256, kind, True) for kind in ("kl", "jensen_shannon")),
     *(("noise1", 4096, 4096, 4096, 128256, kind, True) for kind in ("kl", "jensen_shannon")),
     *(("bits5", 8192, 2048, 2048, 151936, kind, True) for kind in ("kl", "jensen_shannon")),
-    *((f"real {name}", 4096, 576, 576, 49152, "kl", True) for name in ("pruned", "bits5", "noise1")),
-    ("real bits5", 4096, 576, 576, 49152, "jensen_shannon", True),
     *(("random", 4096, 4096, 4096, 128256, kind, False) for kind in ("kl", "jensen_shannon")),
     ("random", 1024, 4096, 4096, 128256, "kl", False),
 ]

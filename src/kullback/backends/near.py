@@ -16,6 +16,7 @@ from torch import Tensor
 from kullback.backends.lowering import with_corner
 from kullback.divergences import DESCRIBED, DIVERGENCES
 from kullback.problem import element_at, has_corner
+from kullback.threads import one_thread
 
 
 class Reach(NamedTuple):
@@ -137,6 +138,7 @@ def term_over_root(kind: str, parameter: float) -> tuple[Callable[[Tensor], Tens
     return (lambda r: term(r.abs()) * r.sign(), 1) if has_corner(kind) else (term, 2)
 
 
+@one_thread()
 def near_fit(
     values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float, radius: float = WIDE.radius
 ) -> tuple[float, ...] | None:

@@ -6,7 +6,6 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from kullback.cli.runs import (
 from kullback.compare import LEAST_BLOCKS, Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
+from kullback.threads import one_thread
 
 FORMAT = "kullback-compare/1"
 CHUNK_BYTES = 1 << 26  # of a side's logits in float32
@@ -320,17 +320,6 @@ def _in_order(layout: Layout) -> Tensor:
     return (layout.window * layout.length + layout.position).argsort()
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For passes that are short: where others use the cores too, threads would wait longer for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def run(
     comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
 ) -> None:
@@ -352,12 +341,12 @@ def run(
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
             )
             reference = next(reads)
-            with _one_thread():
+            with one_thread():
                 _note_rounding(comparison, 0, reference, part)
                 target_top = top_tokens(reference.values)
             found = []
             for i, candidate in enumerate(reads):
-                with _one_thread():
+                with one_thread():
                     _note_rounding(comparison, i + 1, candidate, part)
                     top = common(top_tokens(candidate.values), target_top)
                 found.append((statistics(candidate, reference, labels, comparison.compat), top))
@@ -484,7 +473,7 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
     return rank == 0
 
 
-@_one_thread()
+@one_thread()
 def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     """Everything that was found, as plain data."""
     layout, reports, no_numbers = comparison.layout, {}, []

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class StoredRows:
         self.row_bytes = columns * dtype.itemsize
         self.whole = max(0, min(rows, (path.stat().st_size - offset) // max(1, self.row_bytes)))
         self._space = torch.empty(0, columns, dtype=dtype)
+        self._follows = 0  # the row behind those that were read last
 
     def read(self, start: int, stop: int) -> Tensor:
         """Some rows, in memory of their own."""
@@ -77,6 +79,9 @@ class StoredRows:
                 if not count:
                     raise MismatchError(f"{self.path} has become shorter while it was read")
                 there += count
+            if start == self._follows and hasattr(os, "posix_fadvise"):  # the disk reads on while rows are worked on
+                os.posix_fadvise(file.fileno(), file.tell(), len(into), os.POSIX_FADV_WILLNEED)
+        self._follows = start + len(values)
         return values
 
 

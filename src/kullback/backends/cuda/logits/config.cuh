@@ -128,9 +128,11 @@
 #define HAS_GUARDS (THREADS_PER_ROW > 32 && SUMS_FROM_MOMENTS)
 
 /* Whether a thread keeps the largest parts of Σ exp and of moments out of its sums, so that what others add is not rounded as those
-   are: a row's sum is what is left where they cancel. Of short rows a thread adds little. In a total the roundings of rows even out. */
+   are: a row's sum is what is left where they cancel. Of short rows a thread adds little. In a total the roundings of rows even out, and
+   16 bits hide those of gradients. */
 #define KEEPS_LARGEST \
-    (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32 && !(VERB == VERB_LOSS && IS_COARSE && !WRITES_LOSSES && !KEEPS_NUMBERS))
+    (SUMS_FROM_MOMENTS && THREADS_PER_ROW > 32 \
+     && !(VERB == VERB_LOSS && !WRITES_LOSSES && !KEEPS_NUMBERS && (IS_16_BIT || (IS_COARSE && (WANT_INPUT || WANT_TARGET)))))
 
 /* A sum above this was no number, or a Σ exp against a maximum that was estimated far too low */
 #define MAX_SUM 1e15f

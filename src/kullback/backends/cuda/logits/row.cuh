@@ -235,7 +235,8 @@ INLINE bool foresees(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
    row, and in float32 up to 1e-6. A larger least sum would cost 16 bits much time, and a mean nothing: roundings of rows even out
    there. Where rows' losses are written it halves the errors of the worst. */
 #define LEAST_OF_SHIFT (THREADS_PER_ROW > 32 && HAS_LOG_RATIOS ? 0.1f : 0)
-#define LEAST_OF_MOMENTS(of_16_bits) (LEAST_OF_SHIFT == 0 || HAS_CHERNOFF ? MIN_FAST_SUM : IS_16_BIT ? of_16_bits : 0.2f)
+#define LEAST_OF_MOMENTS \
+    (LEAST_OF_SHIFT == 0 || HAS_CHERNOFF ? MIN_FAST_SUM : !IS_16_BIT ? 0.2f : WRITES_LOSSES ? 0.4f : 0.05f)
 /* Rows of a sure token (sure.cuh): the least sum that moments show; the least of which the fast formula's gradients are so little off
    that they can be corrected; and the largest of which they want that */
 #define LEAST_CLOSE_SUM (HAS_CHERNOFF ? 2e-6f : 4e-7f)
@@ -257,7 +258,7 @@ INLINE void sum_fast(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
     found.sums = { whole.term, whole.d_log_p, whole.d_log_q };
     const float smaller = fminf(fabsf(a.exponent), fabsf(1 - a.exponent));
     const float of_powers = HAS_CHERNOFF ? fmaxf(1, in_range_ratio_or_zero(0.5f, smaller)) : 1; /* sums are 1 - c over that */
-    float least = LEAST_OF_MOMENTS(WRITES_LOSSES ? 0.4f : 0.05f);
+    float least = LEAST_OF_MOMENTS;
     if (LEAST_OF_SHIFT > 0 && has_one_temperature(a))
         least = fmaxf(least, LEAST_OF_SHIFT * fabsf(shift));
     const auto is_foreseen = [&] {
