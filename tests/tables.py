@@ -307,18 +307,19 @@ def linear(machine):
 def inside(result, figures):
     """Rows of one case: its name, and of each contestant seconds, memory and errors."""
     case = result["case"]
-    words = ", ".join(f"{name} {value}" for name, value in case.items() if name not in ("part", "lengths"))
+    words = ", ".join(f"{name} {value}" for name, value in case.items() if name not in ("part", "lengths", "device"))
     lengths = ", ".join(map(str, case["lengths"]))
     yield f"| **{case['part']}, {words}; completions of {lengths}** |" + " |" * (2 + len(figures))
     for entry in result["results"]:
         errors = (entry[f"{name}_error"] for name in figures)
         shown = " | ".join("" if error is None else f"{error:.0e}" for error in errors)
-        yield f"| {entry['name']} | {entry['seconds']:.2f} | {entry['peak_bytes'] / 1e6:.0f} | {shown} |"
+        seconds = f"{entry['seconds']:.{2 if entry['seconds'] > 0.1 else 4}f}"
+        yield f"| {entry['name']} | {seconds} | {entry['peak_bytes'] / 1e6:.0f} | {shown} |"
 
 
-def integrations(parts, figures):
-    """A step's seconds, memory and errors against float64 on a CPU: inside other libraries."""
-    report = load("cpu/integrations")
+def integrations(parts, figures, machine="cpu"):
+    """A step's time, memory and errors against float64: inside other libraries."""
+    report = load(f"{machine}/integrations")
     heads = ["", "s", "MB", *(f"error: {name.replace('_', ' ')}" for name in figures)]
     lines = ["| " + " | ".join(heads).lstrip() + " |", "|---|" + "---|" * (len(heads) - 1)]
     for result in report["results"]:
@@ -670,15 +671,16 @@ def each(sections, text):
     return text, math.prod(counts)
 
 
+TRANSFORMERS = [
+    section("integrations", functools.partial(integrations, ("trl", "distil"), ("loss", "entropy", "gradient_norm"))),
+    section("TRL, H200", functools.partial(integrations, ("trl",), ("loss", "entropy", "gradient_norm"), "h200")),
+]
 FILES = {
     **KINDS,
     "docs/numerics.md": functools.partial(each, NUMERICS),
     "docs/performance.md": functools.partial(each, PERFORMANCE),
     "docs/examples.md": section("smollm2", smollm2),
-    "docs/transformers.md": section(
-        "integrations",
-        functools.partial(integrations, ("trl", "distil"), ("loss", "entropy", "gradient_norm")),
-    ),
+    "docs/transformers.md": functools.partial(each, TRANSFORMERS),
     "docs/integrations.md": section(
         "integrations",
         functools.partial(
