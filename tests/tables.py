@@ -616,6 +616,18 @@ KINDS = {
 }
 
 
+def gradients():
+    """How far gradients are off on rows of a language model, ours and eager PyTorch's."""
+    lines = header("student", "dtype", "kind", "kullback", "its worst row", "eager", "its worst row")
+    for result in load("cpu/gradients")["results"]:
+        case = result["case"]
+        errors = (result[name][of] for name in ("kullback", "eager") for of in ("gradient_error", "worst_row"))
+        cells = " | ".join(f"{error:.0e}" for error in errors)
+        lines.append(f"| {case['student']} | {case['dtype']} | {case['kind']} | {cells} |")
+        assert result["negative"] == 0
+    return "\n".join(lines)
+
+
 def section(name, table):
     return between(f"<!-- {name}: written by `make tables` -->", f"<!-- end of {name} -->", table)
 
@@ -659,6 +671,7 @@ NUMERICS = (
     section("near, H200", near_on_a_gpu),
     section("worst rows", worst_in_16_bits),
     section("worst rows, float32", worst_in_float32),
+    section("gradients", gradients),
     REGIMES,
 )
 

@@ -271,16 +271,19 @@ def _check_tokens(reference: Source, other: Source) -> None:
         return
     if one.shape != two.shape:
         raise MismatchError(
-            f"{where} have {list(one.shape)} and {list(two.shape)} tokens [windows, window]; record both of one text: "
-            f"`kullback record MODEL {reference.path} -o RUN` reads the reference's tokens again"
+            f"{where} have {list(one.shape)} and {list(two.shape)} tokens [windows, window]. {_read_again(reference)}"
         )
     skip = _not_compared(reference, other)
     differ = (one[:, skip:] != two[_windows_in(other, reference), skip:]).any(-1)
     if differ.any():
         raise MismatchError(
             f"{where} are of different texts or tokenizers: {int(differ.sum())} of {len(one)} windows differ, "
-            f"first window {int(differ.nonzero()[0])}"
+            f"first window {int(differ.nonzero()[0])}. {_read_again(reference)}"
         )
+
+
+def _read_again(reference: Source) -> str:
+    return f"`kullback record MODEL {reference.path} -o RUN` reads the reference's tokens by another model"
 
 
 def _not_compared(reference: Source, other: Source) -> int:
