@@ -25,8 +25,10 @@ run: $(VENV)/.installed          ## the main job: the 16384 x 16384 workload aga
 test: $(VENV)/.installed lint    ## what needs no GPU, no other package and no minutes
 	$(PYTEST)
 
-test-full: $(VENV)/.installed    ## and what takes longer
+test-full: $(VENV)/.installed    ## and what takes longer: test-integrations and test-llama among it
 	$(PYTEST) -m 'not gpu and not gpus and not integrations and not llama'
+	$(MAKE) test-integrations
+	$(MAKE) test-llama
 
 test-versions:                   ## the suite on the lowest and the newest PyTorch and Python, each in an environment of its own
 	for each in $(VERSIONS); do \

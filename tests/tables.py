@@ -628,6 +628,18 @@ def gradients():
     return "\n".join(lines)
 
 
+def files():
+    """Comparing two files of logits, beside reading them."""
+    report = load("cpu/files")
+    case, of = report["case"], report["seconds"]
+    lines = header(f"{case['rows']} × {case['vocab']}", "reading both", "compare", "times as long", "MB resident")
+    for where in ("disk", "memory"):
+        read, compare = (of[f"{name}, {where}"] for name in ("reading both", "compare"))
+        resident = f"{report['resident_bytes'] / 1e6:.0f}"
+        lines.append(f"| from {where} | {read:.1f} | {compare:.1f} | {compare / read:.2f} | {resident} |")
+    return "\n".join(lines)
+
+
 def section(name, table):
     return between(f"<!-- {name}: written by `make tables` -->", f"<!-- end of {name} -->", table)
 
@@ -640,6 +652,7 @@ PERFORMANCE = (
     section("CPU", cpu),
     section("logits, CPU", logits_on_a_cpu),
     section("torch backend", torch_on_a_gpu),
+    section("files", files),
     section("long", long_batches),
     section("topk", topk),
     section("all-gather", all_gather),

@@ -592,55 +592,83 @@ NAMED = {
     "99": "99.0%",
     "95": "95.0%",
     "90": "90.0%",
+    "75": "75.0%",
     "50": "Median",
+    "25": "25.0%",
     "10": "10.0%",
     "5": "5.0%",
     "1": "1.0%",
+    "0.1": "0.1%",
 }
+TAILS = ("99.9%", "0.1%", "Maximum", "Minimum")
 
 
 @pytest.mark.parametrize(("candidate", "tight"), [("candidate-run", 2e-6), ("candidate.kld", 5e-6)])
 def test_llama_cpps_own_report(tmp_path, candidate, tight):
     """Its base file beside a float run of the candidate; and beside its base file, of rounded entries.
 
-    llama.cpp had the candidate unrounded: by the entries as they stand, percentiles are 2e-5 off.
+    llama.cpp had the candidate unrounded: by the entries as they stand, percentiles are 2e-5 off. A label at the floor
+    of the candidate's file has no probability there, and so the candidate no perplexity.
     """
     found = found_by(tmp_path, FIXTURE / "base.kld", FIXTURE / candidate, "--compat", "llama.cpp")
     (each,) = found["candidates"]
     assert (found["score"], each["rows"]) == ("half", 112)
     text = told((FIXTURE / "report.txt").read_text(encoding="utf-8"))
     check_report(each, text, tight)
-    if candidate.endswith("run"):  # a label at the floor of the candidate's file has no probability
-        perplexity = text["Perplexity statistics"]
-        assert each["perplexity"]["candidate"]["mean"] == pytest.approx(perplexity["Mean PPL(Q)"][0], rel=1e-6)
-        assert each["perplexity"]["log_ratio"]["mean"] == pytest.approx(
-            perplexity["Mean ln(PPL(Q)/PPL(base))"][0], abs=1e-6
-        )
-        assert each["perplexity"]["correlation"] == pytest.approx(
-            perplexity["Cor(ln(PPL(Q)), ln(PPL(base)))"][0] / 100, abs=5e-5
-        )
+    if candidate.endswith("run"):
+        check_perplexities(each, text)
 
 
-def check_report(each, text, tight, of_change=1e-5):
-    """A candidate's figures are what llama.cpp printed; `tight`: the error of percentiles, `of_change`: of Δp's."""
+def check_report(each, text, tight, of_tails=None):
+    """A candidate's figures are all that llama.cpp printed of kl, Δp and same top, to half a digit printed and `tight`.
+
+    of_tails: what extremes and the outermost percentiles, of one row or two, may be off by instead.
+    """
     divergence, probability = text["KL divergence statistics"], text["Token probability statistics"]
-    near = lambda value, truth, bound=tight: abs(value - truth) <= bound + 5e-7  # printed with six digits
-    assert near(each["kl"]["mean"], divergence["Mean KLD"][0], 5e-6)
-    assert near(each["kl"]["error_if_independent"], divergence["Mean KLD"][1], 5e-6)
-    assert near(each["kl"]["max"], divergence["Maximum KLD"][0])
-    assert near(each["kl"]["min"], divergence["Minimum KLD"][0])
-    change = each["label_probability_change"]
-    for at, name in NAMED.items():
-        assert near(each["kl"]["percentiles"][at], divergence[f"{name} KLD"][0])
-        assert near(change["percentiles"][at], probability[f"{name} Δp"][0] / 100, of_change)
-    assert near(change["mean"], probability["Mean Δp"][0] / 100, 5e-6)
-    assert near(change["error_if_independent"], probability["Mean Δp"][1] / 100, 5e-6)
-    assert near(change["root_mean_square"], probability["RMS Δp"][0] / 100, 5e-6)
-    assert near(each["same_top"]["mean"], probability["Same top p"][0] / 100, 5e-6)
-    assert near(each["same_top"]["error_if_independent"], probability["Same top p"][1] / 100, 5e-6)
+    bound = lambda name: tight if of_tails is None or name not in TAILS else of_tails
+    nats = lambda value, truth, bound: abs(value - truth) <= bound + 5e-7
+    percent = lambda value, truth, bound: abs(100 * value - truth) <= 100 * bound + 5e-4
+    kl, change = each["kl"], each["label_probability_change"]
+    assert nats(kl["mean"], divergence["Mean KLD"][0], min(tight, 5e-6))
+    assert nats(kl["error_if_independent"], divergence["Mean KLD"][1], 1e-6)
+    assert percent(change["mean"], probability["Mean Δp"][0], 5e-7)
+    assert percent(change["error_if_independent"], probability["Mean Δp"][1], 5e-7)
+    assert percent(change["root_mean_square"], probability["RMS Δp"][0], 5e-7)
+    assert percent(each["same_top"]["mean"], probability["Same top p"][0], 5e-7)
+    assert percent(each["same_top"]["error_if_independent"], probability["Same top p"][1], 5e-7)
+    values = lambda of: (
+        {"Maximum": of["max"], "Minimum": of["min"]} | {name: of["percentiles"][at] for at, name in NAMED.items()}
+    )
+    printed = lambda of, what: {name.removesuffix(what): of[name][0] for name in of if name.endswith(what)}
+    of_kl, of_change = printed(divergence, " KLD"), printed(probability, " Δp")
+    assert of_kl.keys() == {"Mean", *values(kl)} - {"75.0%", "25.0%"}
+    assert of_change.keys() == {"Mean", "RMS", *values(change)}
+    for name, value in values(kl).items():
+        assert name not in of_kl or nats(value, of_kl[name], bound(name)), name
+    for name, value in values(change).items():
+        assert percent(value, of_change[name], bound(name)), name
     assert each["perplexity"]["reference"]["mean"] == pytest.approx(
         text["Perplexity statistics"]["Mean PPL(base)"][0], rel=1e-6
     )
+
+
+def check_perplexities(each, text, rel=1e-6):
+    """The perplexities are what llama.cpp printed; `rel`: their relative error, with half a digit printed."""
+    printed, found = text["Perplexity statistics"], each["perplexity"]
+    candidate, reference = found["candidate"], found["reference"]
+    errors = [found[side]["error_if_independent"] for side in ("candidate", "reference")]
+    shared = candidate["mean"] * reference["mean"] * found["covariance"] / (each["labels"] - 1)
+    difference = candidate["mean"] - reference["mean"]
+    of_difference = math.sqrt(errors[0] ** 2 + errors[1] ** 2 - 2 * shared)
+    for name, value, scale in (
+        ("Mean PPL(Q)", (candidate["mean"], errors[0]), candidate["mean"]),
+        ("Mean PPL(base)", (reference["mean"], errors[1]), reference["mean"]),
+        ("Mean ln(PPL(Q)/PPL(base))", (found["log_ratio"]["mean"], found["log_ratio"]["error_if_independent"]), 1),
+        ("Mean PPL(Q)/PPL(base)", (found["ratio"]["mean"], found["ratio"]["error_if_independent"]), 1),
+        ("Mean PPL(Q)-PPL(base)", (difference, of_difference), candidate["mean"]),
+    ):
+        assert value == pytest.approx(printed[name], rel=0, abs=rel * scale), name
+    assert 100 * found["correlation"] == pytest.approx(printed["Cor(ln(PPL(Q)), ln(PPL(base)))"][0], abs=5e-3)
 
 
 def test_a_base_file_beside_a_float_run_of_its_model(tmp_path):

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import runpy
@@ -14,8 +15,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 import kullback
+from tests.test_record import kl_of_models, write_noisy, write_tiny
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -121,6 +124,49 @@ def test_it_runs_where_nothing_else_is_installed(built, tmp_path):
     assert float(run(python, "-W", "error", "-c", code, **outside)) == pytest.approx(0.5493061, rel=1e-6)
     assert run(tmp_path / "venv/bin/kullback", "--version", **outside) == f"kullback {kullback.__version__}\n"
     assert "INLINE Element" in run(python, "-m", "kullback", "show", "kl", **outside)
+
+
+# Of a process that asks for a name or a connection, this is the end.
+OFFLINE = """
+import os, sys
+
+def end(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
+        os.write(2, f"{event}{arguments} offline".encode())
+        os._exit(9)
+
+sys.addaudithook(end)
+"""
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_two_extras_record_and_compare_offline(tmp_path):
+    """An environment of `.[compare,transformers]` alone, by its command, on a model of 61 tokens."""
+    run(sys.executable, "-m", "venv", tmp_path / "venv", env=CLEAN)
+    python = tmp_path / "venv/bin/python"
+    # Pinned, as above
+    install = (python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", ".[compare,transformers]")
+    run(*install, cwd=ROOT, env=CLEAN)
+    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", env=CLEAN).strip())
+    (packages / "offline.py").write_text(OFFLINE, encoding="utf-8")
+    (packages / "offline.pth").write_text("import offline", encoding="utf-8")
+    places = {name: str(tmp_path / "cache") for name in ("XDG_CACHE_HOME", "HF_HOME")}
+    outside = {"cwd": tmp_path, "env": {**CLEAN, **places, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}}
+    asks = "import socket; socket.create_connection(('127.0.0.1', 9))"
+    assert subprocess.run([python, "-c", asks], **outside).returncode == 9
+
+    (tmp_path / "model").mkdir()
+    model = write_tiny(tmp_path / "model")
+    changed = write_noisy(model, tmp_path / "model", tmp_path / "noisy")
+    command = tmp_path / "venv/bin/kullback"
+    run(command, "record", "./model", "model/text.txt", "-o", "a", "--window", 25, "--dtype", "float32", **outside)
+    run(command, "record", "./noisy", "a", "-o", "b", "--dtype", "float32", **outside)
+    run(command, "compare", "a", "b", "--json", "found.json", **outside)
+    (found,) = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["candidates"]
+    kl = kl_of_models(model, changed, load_file(tmp_path / "a/tokens.safetensors")["tokens"])
+    assert found["rows"] == kl.numel() == 16 * 24
+    assert found["kl"]["mean"] == pytest.approx(kl.mean().item(), rel=1e-5)
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ import fcntl
 import importlib.util
 import json
 import os
+import re
+import shutil
 import stat
 import types
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+from kullback import compare
 from kullback.cli import evaluate, record, runs
 from kullback.cli.commands import app
 
@@ -596,13 +599,11 @@ def test_without_transformers_it_says_what_to_install(text, tmp_path):
 # With transformers
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A random Llama with a tokenizer of words, as a folder."""
-    transformers = pytest.importorskip("transformers")
+def write_tiny(folder):
+    """Write a random Llama with a tokenizer of words, and a text of these; return the model."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("tiny")
     words = {f"w{i}": i for i in range(60)}
     tokenizer = Tokenizer(models.WordLevel(words | {"<unk>": 60}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -616,7 +617,33 @@ def tiny(tmp_path_factory):
     model.save_pretrained(folder)
     draw = np.random.default_rng(0)
     (folder / "text.txt").write_text(" ".join(f"w{i}" for i in draw.integers(0, 60, 400)), encoding="utf-8")
-    return folder, model.eval()
+    return model.eval()
+
+
+def write_noisy(model, folder, noisy):
+    """Write a model like that of a folder, whose weights are off by 5 %; return it."""
+    noisy.mkdir()
+    for file in folder.iterdir():
+        (noisy / file.name).write_bytes(file.read_bytes())
+    with torch.no_grad():
+        changed = type(model)(model.config).eval()
+        changed.load_state_dict({k: v * (1 + 0.05 * torch.randn_like(v)) for k, v in model.state_dict().items()})
+    changed.save_pretrained(noisy)
+    return changed
+
+
+def kl_of_models(model, changed, ids):
+    """The kl of each row but a window's last, in float64."""
+    with torch.no_grad():
+        p, q = (m(torch.tensor(ids).long()).logits[:, :-1].double().log_softmax(-1) for m in (model, changed))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, write_tiny(folder)
 
 
 @pytest.mark.integrations
@@ -662,13 +689,7 @@ def test_weights_that_are_not_there_are_refused(tiny, tmp_path):
 def test_from_model_to_report(tiny, tmp_path):
     folder, model = tiny
     noisy = tmp_path / "noisy"
-    noisy.mkdir()
-    for file in folder.iterdir():
-        (noisy / file.name).write_bytes(file.read_bytes())
-    with torch.no_grad():
-        changed = type(model)(model.config).eval()
-        changed.load_state_dict({k: v * (1 + 0.05 * torch.randn_like(v)) for k, v in model.state_dict().items()})
-    changed.save_pretrained(noisy)
+    changed = write_noisy(model, folder, noisy)
     text = folder / "text.txt"
     result = run("record", folder, text, "-o", tmp_path / "a", "--window", 25)
     assert result.exit_code == 0, result.output
@@ -676,10 +697,7 @@ def test_from_model_to_report(tiny, tmp_path):
     result = run("compare", tmp_path / "a", tmp_path / "b", "--json", tmp_path / "found.json")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "found.json").read_text())["candidates"][0]
-    ids = load_file(tmp_path / "a/tokens.safetensors")["tokens"]
-    with torch.no_grad():
-        p, q = (m(torch.tensor(ids).long()).logits[:, :-1].double().log_softmax(-1) for m in (model, changed))
-    kl = (p.exp() * (p - q)).sum(-1)
+    kl = kl_of_models(model, changed, load_file(tmp_path / "a/tokens.safetensors")["tokens"])
     assert (found["rows"], found["blocks"]) == (kl.numel(), 16)
     assert found["kl"]["mean"] == pytest.approx(kl.mean().item(), rel=1e-3)  # the reference is in float16
     assert found["worst"][0]["context"].split()[-1].startswith("w")
@@ -697,70 +715,165 @@ def smol():
     return next(iter(Path(next(iter(spec.submodule_search_locations))).glob("*.gguf")))
 
 
+def write_topics(path):
+    """Write what Python's help says; its first windows depend on the Python."""
+    from pydoc_data import topics
+
+    path.write_text("\n\n".join(topics.topics[name] for name in sorted(topics.topics)), encoding="utf-8")
+
+
+SMOL_WINDOW, SMOL_WINDOWS, SMOL_VOCAB = 512, 24, 49152  # half of the windows are 12, and ten have an interval
+
+
 @pytest.fixture(scope="module")
 def recordings(smol, tmp_path_factory):
     """The reference, and candidates whose layers' weights went through a format of llama.cpp and back."""
-    from pydoc_data import topics
-
     import gguf
 
     folder = tmp_path_factory.mktemp("smol")
-    (folder / "text.txt").write_text("\n".join(topics.topics[k] for k in sorted(topics.topics)), encoding="utf-8")
+    write_topics(folder / "text.txt")
     loaded = record.load(str(smol), None, None, "auto", torch.device("cpu"))
-    long, short = (record.read_text(folder / "text.txt", loaded.tokenizer, 512, n, None) for n in (12, 1))
-    original = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    model = loaded.model
+    read = lambda windows: record.read_text(folder / "text.txt", loaded.tokenizer, SMOL_WINDOW, windows, None)
+    long, short = read(SMOL_WINDOWS), read(4)
+    original = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def keep(name, text=long, what="hidden", dtype=torch.float16):
+    def keep(name, text=short, what="hidden", dtype=torch.float16):
         record.record(loaded, text, folder / name, what, dtype, lambda count: None)
 
     for name in ("reference", "Q4_1", "Q8_0", "Q4_0"):
-        for key, value in loaded.model.state_dict().items():
+        for key, value in model.state_dict().items():
             if name != "reference" and value.ndim == 2 and "layers" in key:
                 kind = gguf.GGMLQuantizationType[name]
                 rounded = gguf.quants.dequantize(gguf.quants.quantize(original[key].numpy(), kind), kind)
                 value.copy_(torch.from_numpy(rounded.reshape(value.shape)))
-        keep(name)
+        if name != "Q4_1":
+            keep(name, long)
+        if name != "Q4_0":
+            keep(f"{name}-short")
         if name in ("reference", "Q8_0"):
-            keep(f"{name}-short", short)
-            keep(f"{name}-logits", short, "logits", torch.float32)
-        loaded.model.load_state_dict(original)
-    return folder
+            keep(f"{name}-logits", what="logits", dtype=torch.float32)
+        if name == "Q8_0":
+            keep("Q8_0-bfloat16", what="logits", dtype=torch.bfloat16)
+            model.resize_token_embeddings(SMOL_VOCAB + 3, mean_resizing=False)
+            keep("Q8_0-padded")
+            model.resize_token_embeddings(SMOL_VOCAB)
+        model.load_state_dict(original)
+    yield folder
+    shutil.rmtree(folder)  # of logits it has a gigabyte
 
 
-def compared(folder, tmp_path, *names):
-    arguments = [folder / name for name in names]
+def compared(folder, tmp_path, *names, options=()):
+    """Each candidate of a comparison by its name, and the figures of all rows."""
+    arguments = [*(folder / name for name in names), *options]
     result = run("compare", *arguments, "--json", tmp_path / "x.json", "--rows", tmp_path / "x.safetensors")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "x.json").read_text())["candidates"]
-    return found, load_file(tmp_path / "x.safetensors")
+    return {each["name"]: each for each in found}, load_file(tmp_path / "x.safetensors")
+
+
+def in_float64(run_folder, first):
+    """The log-probabilities of 255 rows of a recording of hidden states, by float64 of PyTorch."""
+    head = load_file(run_folder / "head.safetensors")["weight"].astype(np.float64)
+    hidden = load_file(min(run_folder.glob("rows-*")))["hidden"][first : first + 255].astype(np.float64)
+    return torch.from_numpy(hidden @ head.T).log_softmax(-1)
+
+
+def check_rows(folder, score, found, rows):
+    """The kl of 255 rows of each candidate is that of float64, and a report's mean is that of its rows.
+
+    They are the first of all scored rows: of a half, those of the first window.
+    """
+    first = {"all": 0, "half": SMOL_WINDOW // 2}[score]
+    p = in_float64(folder / "reference", first)
+    for name, each in found.items():
+        assert rows[f"{name}.position"][:255].tolist() == list(range(first, first + 255))
+        q = in_float64(folder / name, first)
+        truth, ours = (p.exp() * (p - q)).sum(-1).numpy(), rows[f"{name}.kl"].astype(np.float64)
+        assert abs(ours[:255].mean() - truth.mean()) < 1e-6
+        # A float32 logit of 30 is off by 2e-6, and a row by that times the root of twice its kl
+        assert (abs(ours[:255] - truth) < 2e-5 * np.sqrt(truth) + 1e-8).all()
+        assert each["kl"]["mean"] == pytest.approx(ours.mean(), rel=1e-9)
+
+
+def check_order(found, names):
+    """The means of candidates are in this order."""
+    means = [found[name]["kl"]["mean"] for name in names]
+    assert means == sorted(means)
 
 
 @pytest.mark.integrations
 @pytest.mark.filterwarnings("ignore")
-def test_smollm2_quantised(recordings, tmp_path):
-    """Itself and its own format again are exactly 0; others have the kl of float64; errors are of dependent rows."""
-    found, rows = compared(recordings, tmp_path, "reference", "reference", "Q4_1", "Q8_0", "Q4_0")
-    by_name = {each["name"]: each for each in found}
-    for name in ("reference", "Q4_1"):
-        assert by_name[name]["kl"]["max"] == 0
-        assert by_name[name]["same_top"]["mean"] == 1
-    assert by_name["Q8_0"]["kl"]["mean"] < by_name["Q4_0"]["kl"]["mean"]
-    head = load_file(recordings / "reference/head.safetensors")["weight"].astype(np.float64)
-    hidden = lambda name: load_file(next((recordings / name).glob("rows-*")))["hidden"][:255].astype(np.float64)
-    p = torch.from_numpy(hidden("reference") @ head.T).log_softmax(-1)
-    for name in ("Q8_0", "Q4_0"):
-        q = torch.from_numpy(hidden(name) @ head.T).log_softmax(-1)
-        truth, ours = (p.exp() * (p - q)).sum(-1).numpy(), rows[f"{name}.kl"][:255]
-        assert abs(ours.mean() - truth.mean()) < 1e-6
-        # A float32 logit of 30 is off by 2e-6, and a row by that times the root of twice its kl
-        assert (abs(ours - truth) < 2e-5 * np.sqrt(truth) + 1e-8).all()
-        kl = by_name[name]["kl"]
-        assert 1.3 < kl["standard_error"] / kl["error_if_independent"] < 2.6
+def test_smollm2_beside_itself(recordings, tmp_path):
+    """The reference again, and its weights through their own format again, are exactly 0."""
+    names = ("reference-short", "reference-short", "Q4_1-short")
+    for each in compared(recordings, tmp_path, *names)[0].values():
+        assert each["kl"]["max"] == 0
+        assert each["same_top"]["mean"] == 1
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("score", ["all", "half"])
+def test_smollm2_quantised(recordings, tmp_path, score):
+    """Candidates have the kl of float64, and errors of dependent rows, whose intervals cover."""
+    found, rows = compared(recordings, tmp_path, "reference", "Q8_0", "Q4_0", options=("--score", score))
+    check_rows(recordings, score, found, rows)
+    check_order(found, ("Q8_0", "Q4_0"))
+    for name, each in found.items():
+        assert 1.4 < each["kl"]["standard_error"] / each["kl"]["error_if_independent"] < 2.5
+        assert covering_halves(rows[f"{name}.kl"], rows[f"{name}.window"]) >= 90
+
+
+def covering_halves(values, window, tries=100):
+    """In how many random halves of the windows the interval of the mean has the mean of all windows."""
+    draw, covered = np.random.default_rng(0), 0
+    for _ in range(tries):
+        inside = np.isin(window, draw.permutation(SMOL_WINDOWS)[: SMOL_WINDOWS // 2])
+        half = compare.Blocks(torch.from_numpy(window[inside])).mean(torch.from_numpy(values[inside]))
+        covered += half["interval"][0] <= values.mean(dtype=np.float64) <= half["interval"][1]
+    return covered
 
 
 @pytest.mark.integrations
 @pytest.mark.filterwarnings("ignore")
 def test_smollm2_hidden_states_in_float16_are_as_good_as_logits(recordings, tmp_path):
-    (from_hidden,), _ = compared(recordings, tmp_path, "reference-short", "Q8_0-short")
-    (from_logits,), _ = compared(recordings, tmp_path, "reference-logits", "Q8_0-logits")
-    assert abs(from_hidden["kl"]["mean"] - from_logits["kl"]["mean"]) < 3e-6
+    from_hidden, _ = compared(recordings, tmp_path, "reference-short", "Q8_0-short")
+    from_logits, _ = compared(recordings, tmp_path, "reference-logits", "Q8_0-logits")
+    means = [found["kl"]["mean"] for each in (from_hidden, from_logits) for found in each.values()]
+    assert abs(means[0] - means[1]) < 2e-6
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_logits_in_bfloat16_say_their_floor(recordings, tmp_path):
+    """The floor is that of float64, and a large part of Q8_0's own mean."""
+    result = run("compare", recordings / "Q8_0-logits", recordings / "Q8_0-bfloat16")
+    assert result.exit_code == 0, result.output
+    said = r"Q8_0-bfloat16 were rounded to bfloat16: that alone makes a mean KLD of about ([\d.e-]+)\. "
+    floor = float(re.search(said, " ".join(result.output.split()))[1])
+    with safetensors.safe_open(next((recordings / "Q8_0-logits").glob("rows-*")), "pt") as file:
+        exact = file.get_slice("logits")[:511].double()
+    p, q = (logits.log_softmax(-1) for logits in (exact, exact.bfloat16().double()))
+    assert floor == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=0.25)
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2_beside_a_padded_vocabulary(recordings, tmp_path):
+    """It is refused with both sizes; its valid part has the same figures to the bit."""
+    result = run("compare", recordings / "reference-short", recordings / "Q8_0-padded")
+    said = " ".join(result.output.split())
+    assert result.exit_code == 3
+    for words in (f"{SMOL_VOCAB} tokens", str(SMOL_VOCAB + 3), f"--valid-vocab {SMOL_VOCAB}"):
+        assert words in said
+    options = ("--valid-vocab", SMOL_VOCAB)
+    cut, cut_rows = compared(recordings, tmp_path, "reference-short", "Q8_0-padded", options=options)
+    whole, whole_rows = compared(recordings, tmp_path, "reference-short", "Q8_0-short")
+    same = lambda found: {
+        k: v for each in found.values() for k, v in each.items() if k not in ("name", "path", "about")
+    }
+    assert same(cut) == same(whole)
+    assert {name: values.tobytes() for name, values in cut_rows.items()} == {
+        name: values.tobytes() for name, values in whole_rows.items()
+    }
