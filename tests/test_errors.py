@@ -216,6 +216,10 @@ def test_says_what_is_wrong(call, error, words):
         (lambda: kullback.divergence(X, X, "skew_rkl"), "'skew_kl' with input and target exchanged"),
         (lambda: kullback.divergence(X, X, "srkl"), "'skew_kl' with input and target exchanged"),
         (lambda: kullback.divergence(X, X, "reverse_chi2"), "'chi2' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "rchi2"), "'chi2' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "bwd_skew_kl"), "'skew_kl' with input and target exchanged"),
+        (lambda: kullback.divergence(X, X, "reverse_tv"), "did you mean 'total_variation'"),
+        (lambda: kullback.divergence(X, X, "fwd_kl"), "did you mean 'kl'"),
         (lambda: kullback.divergence(X, X, "reverse_kld"), "did you mean 'reverse_kl'"),
         (lambda: kullback.divergence(X, X, "jeffreys", weight=0.3), "beta of mixed_kl weighs both directions"),
         (lambda: kullback.divergence(X, X, hard_weight=0.3), "'hard_weight': label_weight multiplies"),
@@ -229,14 +233,19 @@ def test_words_that_people_bring_get_a_hint(call, words):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"mask": X}, "row_weight is a row's mask"), ({"T": 2.0}, "temperature divides"), ({"from": "probs"}, "'form'")],
+    [
+        ({"mask": X}, "choose rows before or after$"),
+        ({"T": 2.0}, "temperature divides"),
+        ({"from": "probs"}, "'form'"),
+        ({"sample_weight": X}, "(?<='sample_weight')$"),
+    ],
 )
 def test_figures_of_rows_hint_too(options, words):
     with pytest.raises(TypeError, match=f"^row_statistics has no argument '{next(iter(options))}'.*{words}"):
         kullback.row_statistics(X, X, **options)
 
 
-@pytest.mark.parametrize("name", ["klr", "r_kl", "kl_r", "rev_kl", "bkl", "kl2"])
+@pytest.mark.parametrize("name", ["klr", "r_kl", "kl_r", "rev_kl", "bkl", "bwd_kl", "kl2", ""])
 def test_no_hint_turns_the_direction(name):
     with pytest.raises(ValueError, match="kind must be one of") as error:
         kullback.divergence(X, X, name)

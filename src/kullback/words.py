@@ -47,7 +47,16 @@ KINDS = {
     **dict.fromkeys(("chi_squared", "chi_square", "pearson", "chisquare"), ("chi2",)),
 }
 # What says that a kind's arguments are exchanged
-REVERSED = re.compile(r"reversed?|backward|inverse|(?<![a-z])rev(?![a-z])|r(?=kl)")
+REVERSED = re.compile(
+    r"reversed?|backward|inverse|(?<![a-z])(rev|bwd|r)(?![a-z])|(?<![a-z])r(?=kl|skew|chi|alpha|renyi)|(?<=\bs)r(?=kl)"
+)
+FORWARD = re.compile(r"(?<![a-z])(fwd|forward|f)_|_(fwd|forward|f)(?![a-z])")
+SYMMETRIC = "jeffreys", "total_variation", "hellinger"
+# What hints name, and a function may lack
+NAMED = re.compile(
+    r"\b(row_weight|labels|temperature|target_indices|form|target_form|normalizer|logit_scale|softcap|label_weight"
+    r"|divergence_weight)\b"
+)
 REDUCTIONS = {"batchmean": 'reduction="mean" with normalizer=input.size(0) divides so'}
 
 
@@ -67,7 +76,8 @@ def hint(argument: str, name: str, known: Collection[str]) -> str:
     meant = [kind for kind in KINDS.get(plain, ()) if kind in known]
     if meant:
         return f" (did you mean {' or '.join(map(repr, meant))}?)"
-    forward = REVERSED.sub("", plain).strip("_")
+    plain = FORWARD.sub("", plain)
+    forward = re.sub("_+", "_", REVERSED.sub("", plain)).strip("_")
     if forward != plain:
         return _reversed(forward, known)
     # Of two letters, "kl" is near to names of the other direction.
@@ -79,6 +89,8 @@ def _reversed(forward: str, known: Collection[str]) -> str:
     found = KINDS.get(forward) or difflib.get_close_matches(forward, tuple(known), n=1)
     if "kl" in found and "reverse_kl" in known:
         return " (did you mean 'reverse_kl'?)"
+    if found and found[0] in SYMMETRIC and forward != "skl":
+        return f" (did you mean {found[0]!r}?)"
     return f" (that is {found[-1]!r} with input and target exchanged)" if found and found[-1] in known else ""
 
 
@@ -90,8 +102,17 @@ def hints_arguments(function: Callable[Parameters, Result]) -> Callable[Paramete
     def hinting(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
         for name in options:
             if name not in names:
-                meant = f": {ARGUMENTS[name]}" if name in ARGUMENTS else nearest(name, names)
-                raise TypeError(f"{function.__name__} has no argument {name!r}{meant}")
+                raise TypeError(f"{function.__name__} has no argument {name!r}{_meant(name, names)}")
         return function(*args, **options)
 
     return hinting
+
+
+def _meant(argument: str, names: tuple[str, ...]) -> str:
+    """What an argument may have meant, of a function that has these."""
+    told = ARGUMENTS.get(argument)
+    if told is None:
+        return nearest(argument, names)
+    if all(name in names for name in NAMED.findall(told)):
+        return f": {told}"
+    return ": it has figures of every row; choose rows before or after" if told == MASK else ""

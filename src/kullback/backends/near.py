@@ -16,7 +16,6 @@ from torch import Tensor
 from kullback.backends.lowering import with_corner
 from kullback.divergences import DESCRIBED, DIVERGENCES
 from kullback.problem import element_at, has_corner
-from kullback.threads import one_thread
 
 
 class Reach(NamedTuple):
@@ -138,7 +137,6 @@ def term_over_root(kind: str, parameter: float) -> tuple[Callable[[Tensor], Tens
     return (lambda r: term(r.abs()) * r.sign(), 1) if has_corner(kind) else (term, 2)
 
 
-@one_thread()
 def near_fit(
     values_of: Callable[[Tensor], Tensor], first: int, count: int, tolerance: float, radius: float = WIDE.radius
 ) -> tuple[float, ...] | None:
@@ -151,11 +149,30 @@ def near_fit(
         return None
     powers = at.unsqueeze(-1) ** exponents
     weights = 1 / ((wanted.abs() + wanted.roll(len(half)).abs()) * allowed)  # the same for r and -r
-    factors = torch.linalg.lstsq(powers * weights.unsqueeze(-1), (wanted * weights).unsqueeze(-1)).solution.squeeze(-1)
+    factors = least_squares(powers * weights.unsqueeze(-1), wanted * weights)
     factors = torch.where(factors.abs() < 1e-9 * factors.abs().max(), 0.0, factors)  # an even or odd function stays one
     if not bool((((powers @ factors) - wanted).abs() <= allowed * wanted.abs()).all()):
         return None
     return tuple((factors / radius**exponents).tolist())
+
+
+def least_squares(columns: Tensor, wanted: Tensor) -> Tensor:
+    """By modified Gram-Schmidt, the right side as one column more (Björck 1967).
+
+    LAPACK's threads wait longer for each other than so few columns take.
+    """
+    rest = torch.cat([columns, wanted.unsqueeze(-1)], -1)
+    rows = []
+    for _ in range(columns.size(1)):
+        length = rest[:, 0].square().sum().sqrt()
+        unit = rest[:, :1] / length
+        along = (unit * rest[:, 1:]).sum(0)
+        rows.append([length.item(), *along.tolist()])
+        rest = rest[:, 1:] - unit * along
+    found: list[float] = []
+    for length, *along, last in reversed(rows):
+        found.insert(0, (last - sum(a * f for a, f in zip(along, found, strict=True))) / length)
+    return torch.tensor(found, dtype=columns.dtype, device=columns.device)
 
 
 def shortest_fit(

@@ -6,6 +6,7 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from kullback.cli.runs import (
 from kullback.compare import LEAST_BLOCKS, Report, common, paired, top_tokens
 from kullback.problem import IGNORED
 from kullback.statistics import RowStatistics
-from kullback.threads import one_thread
 
 FORMAT = "kullback-compare/1"
 CHUNK_BYTES = 1 << 26  # of a side's logits in float32
@@ -323,6 +323,17 @@ def _in_order(layout: Layout) -> Tensor:
     return (layout.window * layout.length + layout.position).argsort()
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For passes that are short: where others use the cores too, threads would wait longer for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def run(
     comparison: Comparison, device: torch.device, tell: Callable[[int], None], rank: int = 0, world: int = 1
 ) -> None:
@@ -344,12 +355,12 @@ def run(
                 for each, index in zip(comparison.sources, comparison.index, strict=True)
             )
             reference = next(reads)
-            with one_thread():
+            with _one_thread():
                 _note_rounding(comparison, 0, reference, part)
                 target_top = top_tokens(reference.values)
             found = []
             for i, candidate in enumerate(reads):
-                with one_thread():
+                with _one_thread():
                     _note_rounding(comparison, i + 1, candidate, part)
                     top = common(top_tokens(candidate.values), target_top)
                 found.append((statistics(candidate, reference, labels, comparison.compat), top))
@@ -476,7 +487,7 @@ def gather(comparison: Comparison, rank: int, world: int) -> bool:
     return rank == 0
 
 
-@one_thread()
+@_one_thread()
 def result(comparison: Comparison, worst: int) -> dict[str, Any]:
     """Everything that was found, as plain data."""
     layout, reports, no_numbers = comparison.layout, {}, []

@@ -6,6 +6,7 @@ All are read a chunk of rows at a time, and end at their last whole row; of vLLM
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -80,7 +81,8 @@ class StoredRows:
                     raise MismatchError(f"{self.path} has become shorter while it was read")
                 there += count
             if start == self._follows and hasattr(os, "posix_fadvise"):  # the disk reads on while rows are worked on
-                os.posix_fadvise(file.fileno(), file.tell(), len(into), os.POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError):  # a hint
+                    os.posix_fadvise(file.fileno(), file.tell(), len(into), os.POSIX_FADV_WILLNEED)
         self._follows = start + len(values)
         return values
 
