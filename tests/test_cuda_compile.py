@@ -171,9 +171,11 @@ class Case(NamedTuple):
 
     @property
     def most_collectives(self) -> int | None:
-        """Of rows on chip, where the producer alone may assert."""
-        is_one = self.has_logits and self.arch == "sm_90a" and self.mode in ON_CHIP
-        return (16 if LOGITS[self.mode].peers else 0) if is_one else None
+        """Of rows on chip: the producer alone may assert, and labels' losses may be added at the end."""
+        if not (self.has_logits and self.arch == "sm_90a" and self.mode in ON_CHIP):
+            return None
+        mode = LOGITS[self.mode]
+        return (16 if mode.peers else 0) + (10 if mode.auxiliary and mode.figures else 0)
 
     def literal_shape(self) -> plan.Shape:
         mode = LITERAL[self.mode]

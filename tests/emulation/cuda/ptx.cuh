@@ -122,6 +122,11 @@ INLINE void mbarrier_wait(Mbarrier *barrier, unsigned phase)
 }
 INLINE void mbarrier_wait_cluster(Mbarrier *barrier, unsigned phase) { mbarrier_wait(barrier, phase); }
 INLINE void fence_proxy_async() {}
+INLINE bool elect_sync()
+{
+    __syncwarp();
+    return threadIdx.x % 32 == 0;
+}
 
 /* Another process may be the other rank. */
 INLINE void st_relaxed_sys(unsigned long long *address, unsigned long long x) { __atomic_store_n(address, x, __ATOMIC_RELAXED); }

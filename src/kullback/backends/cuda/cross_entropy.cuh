@@ -102,7 +102,7 @@ struct Slice {
     }
 };
 
-/* One thread: all tiles of all rows of the cluster, each when its stage is empty */
+/* A warp: all tiles of all rows of the cluster, each when its stage is empty */
 INLINE void produce_rows(const Arguments &a, const Memory &memory, unsigned rank)
 {
     const unsigned long long policy = createpolicy_evict_normal();
@@ -113,6 +113,8 @@ INLINE void produce_rows(const Arguments &a, const Memory &memory, unsigned rank
         for (int tile = 0; tile < a.tiles; tile++, stage.advance(memory.stages)) {
             const int start = tile * memory.tile_vectors, count = max(min(memory.tile_vectors, slice.vectors - start), 0);
             mbarrier_wait(memory.empty(stage.index), stage.phase ^ 1);
+            if (!elect_sync())
+                continue;
             mbarrier_arrive_expect_tx(memory.full(stage.index), (unsigned)count * (unsigned)BYTES);
             if (count)
                 cp_async_bulk(memory.tile(stage.index), from + start * WIDTH, (unsigned)count * (unsigned)BYTES,
@@ -342,7 +344,7 @@ INLINE void run(const Arguments &a)
     barrier_cluster();
     if (warp < WARPS)
         consume_rows(a, memory, rank);
-    else if (threadIdx.x == CONSUMERS)
+    else
         produce_rows(a, memory, rank);
     sync_warp();
     barrier_cluster(); /* none leaves while another may still write to it */

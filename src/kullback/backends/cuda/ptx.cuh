@@ -260,11 +260,12 @@ INLINE void mbarrier_arrive_expect_tx(Mbarrier *barrier, unsigned bytes)
                  : "memory");
 }
 
-/* The hint, in nanoseconds, keeps a warp that waits from polling: those polls took issue slots from the others. */
+/* Without a hint how long to sleep: with one, each copy that arrives wakes a warp, and its polls take a tenth of all issue slots
+   (docs/lab-notebook.md). */
 INLINE void mbarrier_wait(Mbarrier *barrier, unsigned phase)
 {
     asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 1000000;\n"
+                 "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "\t@!done bra again;\n\t}"
                  :: "r"(shared_address(barrier)), "r"(phase)
                  : "memory");
@@ -274,7 +275,7 @@ INLINE void mbarrier_wait(Mbarrier *barrier, unsigned phase)
 INLINE void mbarrier_wait_cluster(Mbarrier *barrier, unsigned phase)
 {
     asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 1000000;\n"
+                 "again:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                  "\t@!done bra again;\n\t}"
                  :: "r"(shared_address(barrier)), "r"(phase)
                  : "memory");
@@ -326,6 +327,15 @@ INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
                  : "memory");
+}
+
+/* True of one thread of the warp, all of which have come here. That it is one the compiler knows: a bulk copy's operands then need no
+   loop over threads. */
+INLINE bool elect_sync()
+{
+    unsigned is_elected;
+    asm volatile("{\n\t.reg .pred elected;\n\telect.sync _|elected, 0xffffffff;\n\tselp.u32 %0, 1, 0, elected;\n\t}" : "=r"(is_elected));
+    return is_elected;
 }
 
 /* To the second-level cache alone */

@@ -47,6 +47,7 @@ OPERANDS, SETUP, RANKS = (struct_fields(ARGUMENTS, name) for name in ("Operands"
 Sizes, Setup = table(after_tensors(OPERANDS)), table(SETUP)
 
 
+SUMMARY_DOUBLES = 4  # of what is kept of a row until all have been read
 SLOPE_FACTOR = 64.0  # of slopes that are cached as float16, so that those of close rows are not too short
 
 
@@ -124,6 +125,7 @@ def source(variant: Variant, shape: plan.LogitsShape) -> str:
         "WANT_SUM": variant.has_outputs,
         "KEEPS_NUMBERS": variant.keeps_numbers,
         "WRITES_LOSSES": variant.writes_losses,
+        "SUMMARY_DOUBLES": SUMMARY_DOUBLES,
         "WANT_INPUT": variant.wants[0],
         "WANT_TARGET": variant.wants[1],
         **shape.macros,
@@ -189,11 +191,13 @@ def run(work: Rows) -> None:
     )
     space = NO_WORKSPACE if total is None else workspace(index, launcher.blocks * plan.MAX_CLUSTER)
     exponents = None if figures is None else x.new_empty(rows * warps, dtype=torch.float32)
+    summaries = None if figures is None else x.new_empty(rows * SUMMARY_DOUBLES, dtype=torch.float64)
     launcher(
         rows,
         *addresses,
         *Sizes(
             exponents=0 if exponents is None else exponents.data_ptr(),
+            summaries=0 if summaries is None else summaries.data_ptr(),
             partial=space.partial,
             ticket=space.ticket,
             rows=rows,

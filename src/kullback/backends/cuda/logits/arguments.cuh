@@ -20,6 +20,7 @@ struct Operands {
     DY *d_target;
     double *figures;          /* [2, rows]: of the input its log-sum-exp and its entropy; or 0 */
     float *exponents;         /* [rows, warps that share a row]: what the entropies are found from; or 0 */
+    double *summaries;        /* [rows, SUMMARY_DOUBLES]: what is found of rows when all have been read (summary.cuh); or 0 */
     double *partial;          /* [blocks] */
     unsigned *ticket;
     unsigned rows, vocab; /* at most 2^30 each */

@@ -48,6 +48,7 @@
 #define Y_OFFSET 65536      /* bytes of shared memory from a stage's tile of x to that of y, where vectors are alike */
 #define MAX_CLUSTER 8       /* blocks that share a row, at most */
 #define EXCHANGE_SLOTS 2    /* of a row group's all-reduce */
+#define SUMMARY_DOUBLES 4   /* of what is kept of a row until all have been read */
 #define PARTIAL_BYTES 16    /* of what a warp sends of a row, at most */
 #endif
 

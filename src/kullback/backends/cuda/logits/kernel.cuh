@@ -71,28 +71,27 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         const unsigned of_row = turn * Sample::PARTS;
         const Label own_label = { shfl(label.x, of_row), shfl(label.y, of_row), shfl(label.token, of_row) };
 #endif
-        const bool is_first = lane == 0;
         /* While the row's stages are not empty yet; of rows that are read once that is too soon. */
-        if ((WANT_GRADIENT || !SUMS_FROM_MOMENTS) && is_first && slice.vectors > 0) {
+        if ((WANT_GRADIENT || !SUMS_FROM_MOMENTS) && slice.vectors > 0 && elect_sync()) {
             cp_async_bulk_prefetch_L2(x, (unsigned)slice.vectors * (unsigned)X_BYTES);
             cp_async_bulk_prefetch_L2(y, (unsigned)slice.vectors * (unsigned)Y_BYTES);
         }
-        if (is_first)
-            each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
-                mbarrier_wait(tile.empty(), tile.phase ^ 1);
-                if (start == 0) {
-                    *tile.row_max() = own;
+        each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+            mbarrier_wait(tile.empty(), tile.phase ^ 1);
+            if (!elect_sync())
+                return;
+            if (start == 0) {
+                *tile.row_max() = own;
 #if HAS_AUXILIARY
-                    *tile.label() = own_label;
+                *tile.label() = own_label;
 #endif
-                }
-                mbarrier_arrive_expect_tx(tile.full(), (unsigned)max(count, 0) * (unsigned)(X_BYTES + Y_BYTES));
-                if (count > 0) {
-                    cp_async_bulk((void *)tile.x(), x + start * WIDTH, (unsigned)count * (unsigned)X_BYTES, tile.full(), policy);
-                    cp_async_bulk((void *)tile.y(), y + start * WIDTH, (unsigned)count * (unsigned)Y_BYTES, tile.full(), policy);
-                }
-            });
-        __syncwarp();
+            }
+            mbarrier_arrive_expect_tx(tile.full(), (unsigned)max(count, 0) * (unsigned)(X_BYTES + Y_BYTES));
+            if (count > 0) {
+                cp_async_bulk((void *)tile.x(), x + start * WIDTH, (unsigned)count * (unsigned)X_BYTES, tile.full(), policy);
+                cp_async_bulk((void *)tile.y(), y + start * WIDTH, (unsigned)count * (unsigned)Y_BYTES, tile.full(), policy);
+            }
+        });
         pipeline.advance(pipeline.row_tiles);
     };
     each_row(a, first_row(group.index), 1, [&](unsigned r, bool is_read) {
@@ -172,17 +171,23 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #endif
 
 #if WANT_FIGURES
-/* Of the rows that this block has been the first of */
-INLINE void finish_figures(const Arguments &a, const RowGroup &group)
+/* Finishes the rows that this block has been the first of; what their labels lose is added to what this thread's warp has seen. */
+INLINE void finish_rows(const Arguments &a, const RowGroup &group)
 {
     enum { FIRSTS = RESIDENT ? 1 : GROUPS, READERS = GROUPS * THREADS_PER_ROW };
     if (cta_rank() != 0 || threadIdx.x >= READERS)
         return;
+    double loss = 0;
     for (unsigned i = threadIdx.x; first_row(0) + i / FIRSTS * row_step() < a.rows; i += READERS) {
         const unsigned r = first_row((int)(i % FIRSTS)) + i / FIRSTS * row_step();
-        if (r < a.rows)
-            finish_figures(a, r, group.cluster);
+        if (r < a.rows && weight_of(a, r) != 0)
+            loss += finish_row(a, r, group.cluster);
     }
+    if (!HAS_AUXILIARY)
+        return;
+    loss = warp_sum(loss);
+    if (threadIdx.x % LOGICAL_WARP == 0)
+        near_losses[threadIdx.x / LOGICAL_WARP] += loss;
 }
 #endif
 
@@ -234,7 +239,8 @@ INLINE void run(Arguments a)
     __syncthreads();
 #endif
 #if WANT_FIGURES
-    finish_figures(a, group);
+    finish_rows(a, group);
+    __syncthreads(); /* losses are added */
 #endif
     if (WANT_SUM && a.total)
         reduce_grid(a);

@@ -90,16 +90,17 @@ INLINE float input_lse_of(const Arguments &a, const RowStats &stats)
     return fmaf(stats.x_max, a.input_inv_temperature, logf(stats.x_sum_exp) + lse_error(a, stats));
 }
 
-INLINE float labelled_loss(const Arguments &a, const Label &label, const RowStats &stats)
+/* logit: the label's */
+INLINE float labelled_loss(const Arguments &a, long long token, float logit, const RowStats &stats)
 {
-    if (label.token == IGNORED)
+    if (token == IGNORED)
         return 0;
     const float lse = input_lse_of(a, stats), of_z = a.z_weight != 0 ? a.z_weight * lse * lse : 0;
-    if (label.token < 0 || a.label_weight == 0)
+    if (token < 0 || a.label_weight == 0)
         return of_z;
     /* of logits far from 0 what is left must keep its digits */
     const float error = lse_error(a, stats), log_sum_exp = logf(stats.x_sum_exp);
-    const float below = (stats.x_max - input_of(a, label.x)) * a.input_inv_temperature;
+    const float below = (stats.x_max - input_of(a, logit)) * a.input_inv_temperature;
     const float of_label = below + (log_sum_exp + error);
 #if HAS_SMOOTHING /* exponents are of 2, less what the maximum's is rounded by; or of e */
     const float mean = stats.exponent_sum / (float)a.vocab * (stats.in_range ? LN2 : 1);

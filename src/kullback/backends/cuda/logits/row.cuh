@@ -8,6 +8,7 @@
 
 #include "cuda/logits/near_term.cuh"
 #include "cuda/logits/series.cuh"
+#include "cuda/logits/summary.cuh"
 
 namespace kullback {
 
@@ -556,14 +557,6 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 }
 #endif
 
-INLINE double lse_of(float max, float sum_exp, float inv_temperature, bool in_range)
-{
-    if (max == -REAL_INFINITY)
-        return max; /* of a piece without mass */
-    const double error = in_range ? scaling_error(max, inv_temperature) * (double)LN2 : 0;
-    return (double)max * (double)inv_temperature + log((double)sum_exp) + error;
-}
-
 INLINE double input_lse(const Arguments &a, const RowStats &stats)
 {
     return INPUT_IS_LOGITS ? lse_of(stats.x_max, stats.x_sum_exp, a.input_inv_temperature, stats.in_range) : 0;
@@ -611,32 +604,6 @@ INLINE void keep_sums(const Arguments &a, unsigned r, const Found &found)
     keep(a, SUMS_Q_MINUS_P, r, found.sums.q_minus_p);
     keep(a, SUMS_MODE, r, found.mode);
 }
-
-#if WANT_FIGURES
-/* What a row's figures are made of when all rows have been read, for its next row would wait for a logarithm of doubles: kept in
-   the figures' place. Of a row that is not read that holds zeros. */
-INLINE void keep_figures(const Arguments &a, unsigned r, const RowStats &stats)
-{
-    ((float2 *)a.figures)[r] = { stats.x_max, stats.x_sum_exp };
-    a.figures[a.rows + r] = stats.in_range ? 1 : 2;
-}
-
-/* cluster: the blocks that had the row */
-INLINE void finish_figures(const Arguments &a, unsigned r, unsigned cluster)
-{
-    const float2 side = ((const float2 *)a.figures)[r];
-    if (a.figures[a.rows + r] == 0)
-        return;
-    const bool in_range = a.figures[a.rows + r] == 1;
-    const unsigned parts = cluster * WARPS;
-    double exponents = 0;
-    for (unsigned i = 0; i < parts; i++)
-        exponents += __ldcg(a.exponents + (long long)r * parts + i);
-    const float mean = (float)exponents / side.y; /* of exponents of 2, or of e */
-    a.figures[r] = INPUT_IS_LOGITS ? lse_of(side.x, side.y, a.input_inv_temperature, in_range) : 0;
-    a.figures[a.rows + r] = logf(side.y) - (in_range ? mean * LN2 : mean);
-}
-#endif
 
 #if SUMS_FROM_MOMENTS && !KNOWN
 /* A row whose moments lack its term: that is summed and gradients are written in one sweep, which releases the row. False where
@@ -720,14 +687,13 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     read_label(slice, pipeline, group);
 #endif
     Found found = sum_row(slice, pipeline, group);
-#if WANT_FIGURES
-    if (is_first_thread(group))
-        keep_figures(a, r, found.stats);
-#endif
     float labelled = 0;
-#if HAS_AUXILIARY
-    if (!KNOWN && is_first_thread(group)) /* before the label's place is another row's */
-        labelled = labelled_loss(a, label_of(pipeline), found.stats);
+#if WANT_FIGURES
+    if (is_first_thread(group)) /* before the label's place is another row's */
+        keep_summary(a, pipeline, r, found.stats);
+#elif HAS_AUXILIARY
+    if (!KNOWN && is_first_thread(group))
+        labelled = labelled_loss(a, label_of(pipeline).token, label_of(pipeline).x, found.stats);
 #endif
 #if SUMS_FROM_MOMENTS && !KNOWN
     if (found.defers_term && !add_term(slice, pipeline, group, found, labelled))
@@ -750,7 +716,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
         const double loss = weight * (divergence_weight(a) * done.loss + labelled);
         group_losses[threadIdx.x / THREADS_PER_ROW] += loss; /* the group, found again: so no register holds it */
         if (WRITES_LOSSES)
-            a.loss[r] = rounded<LOSS>((real)loss);
+            write_loss(a, r, loss);
     }
     write_row(slice, pipeline, group, found, weight, dividing(a, pipeline, found.stats, done.derivative));
 #endif
