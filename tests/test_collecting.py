@@ -71,7 +71,8 @@ def test_every_kind(backend, device, generator, kind, dtype, vocab):
 
 @pytest.mark.parametrize("backend", ["emulated"], indirect=True)
 @pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "jeffreys"])
-def test_rows_on_chip(backend, generator, monkeypatch, kind):
+@pytest.mark.parametrize("label_smoothing", [None, 0.0, 0.1])
+def test_rows_on_chip(backend, generator, monkeypatch, kind, label_smoothing):
     emulation.on_chip(monkeypatch)
     rows = samples.batch(
         generator,
@@ -85,9 +86,19 @@ def test_rows_on_chip(backend, generator, monkeypatch, kind):
         half=masked(apart(0.3), both=slice(0, 6600)),
     )
     weight = rows.weight(dead=0.0)
-    with kullback.collecting_statistics() as collected:
-        kullback.divergence(rows.x.clone().requires_grad_(), rows.y, kind, temperature=1.5, row_weight=weight)
-    hold(collected, rows.x, temperature=1.5, counts=weight != 0)
+    options = {"temperature": 1.5, "row_weight": weight}
+    labels = None if label_smoothing is None else torch.tensor([13340, 0, -100, 7, 6700, 9000])
+    if labels is not None:
+        options |= {"labels": labels, "label_weight": 0.3, "z_weight": 1e-3, "label_smoothing": label_smoothing}
+    for reduction in ("mean", "none"):
+        plain, leaf = rows.x.clone().requires_grad_(), rows.x.clone().requires_grad_()
+        expected = kullback.divergence(plain, rows.y, kind, reduction=reduction, **options)
+        with kullback.collecting_statistics() as collected:
+            loss = kullback.divergence(leaf, rows.y, kind, reduction=reduction, **options)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        ours, theirs = (torch.autograd.grad(of.sum(), t)[0] for of, t in ((loss, leaf), (expected, plain)))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        hold(collected, rows.x, labels, temperature=1.5, counts=weight != 0)
 
 
 @EVERY_BACKEND

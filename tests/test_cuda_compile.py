@@ -76,6 +76,7 @@ class Logits(NamedTuple):
     figures: bool = False  # whether its log-sum-exp and entropy are wanted
     peers: bool = False  # whether each rank has a slice of the rows
     keeps_states: bool = False  # whether gradients are found later
+    writes_losses: bool = False  # whether each row's loss is wanted, and no gradient
     in_phase: bool = True  # whether the tensors' rows have vectors at the same elements
 
 
@@ -95,6 +96,7 @@ LOGITS = {
     "total and gradient": Logits(128256, True, INPUT),
     "two blocks, total and gradient": Logits(49152, True, INPUT),
     "two blocks, total": Logits(49152, True, NONE),
+    "two blocks, losses": Logits(49152, True, NONE, writes_losses=True),
     "short rows": Logits(1000, False, NONE, keeps_states=True),
     "short rows, total and gradient": Logits(1000, False, INPUT),
     "short rows, both gradients": Logits(1000, False, BOTH),
@@ -126,8 +128,8 @@ WITHOUT_MOMENTS = (
     "labels and figures, total and gradient",
     "slices, rows and gradient",
 )
-# Of which other modes have all the code: with figures, and with a gradient
-WITHIN_OTHERS = ("labels, total and gradient", "two blocks, total")
+# Of which another mode has all the code: with a gradient
+WITHIN_OTHERS = ("two blocks, total",)
 ON_CHIP = {name for name, mode in LOGITS.items() if mode.fits}
 ROUNDED = (torch.bfloat16, torch.bfloat16)
 OF_FLOAT32 = {  # logits whose gradients are of 16 bits
@@ -221,7 +223,7 @@ class Case(NamedTuple):
             known=mode.known,
             has_outputs=mode.verb != "gradient",
             keeps_numbers=keeps_numbers,
-            writes_losses=mode.keeps_states or mode.peers,
+            writes_losses=mode.writes_losses or mode.keeps_states or mode.peers,
             wants=mode.wants,
             capped=(mode.capped, mode.capped),
             auxiliary=mode.auxiliary,

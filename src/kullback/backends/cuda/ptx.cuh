@@ -260,7 +260,7 @@ INLINE void mbarrier_arrive_expect_tx(Mbarrier *barrier, unsigned bytes)
                  : "memory");
 }
 
-/* Without a hint how long to sleep: with one, each copy that arrives wakes a warp, and its polls take a tenth of all issue slots
+/* Without a hint of how long to sleep: with one, each copy that arrives wakes a warp, and its polls take a tenth of all issue slots
    (docs/lab-notebook.md). */
 INLINE void mbarrier_wait(Mbarrier *barrier, unsigned phase)
 {
@@ -329,8 +329,8 @@ INLINE void cp_async_bulk(void *to, const void *from, unsigned bytes, Mbarrier *
                  : "memory");
 }
 
-/* True of one thread of the warp, all of which have come here. That it is one the compiler knows: a bulk copy's operands then need no
-   loop over threads. */
+/* True of one thread of the warp, all of which have come here. The compiler knows that it is one: a bulk copy's operands need no loop
+   over threads. */
 INLINE bool elect_sync()
 {
     unsigned is_elected;

@@ -116,6 +116,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             take_next(r + Sample::ROWS * row_step());
 #endif
     });
+    __syncwarp(); /* a cluster's barrier takes whole warps */
 }
 
 /* What the groups do: each its rows, in turn. Long as it is, what is done with a row has to be inlined: a function of its own would
@@ -171,7 +172,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #endif
 
 #if WANT_FIGURES
-/* Finishes the rows that this block has been the first of; what their labels lose is added to what this thread's warp has seen. */
+/* Finishes the rows that this block has been the first of. What labels add to their losses goes to each warp's sum. */
 INLINE void finish_rows(const Arguments &a, const RowGroup &group)
 {
     enum { FIRSTS = RESIDENT ? 1 : GROUPS, READERS = GROUPS * THREADS_PER_ROW };

@@ -96,7 +96,7 @@ INLINE float labelled_loss(const Arguments &a, long long token, float logit, con
     if (token == IGNORED)
         return 0;
     const float lse = input_lse_of(a, stats), of_z = a.z_weight != 0 ? a.z_weight * lse * lse : 0;
-    if (token < 0 || a.label_weight == 0)
+    if (token < 0 || token >= a.vocab || a.label_weight == 0)
         return of_z;
     /* of logits far from 0 what is left must keep its digits */
     const float error = lse_error(a, stats), log_sum_exp = logf(stats.x_sum_exp);

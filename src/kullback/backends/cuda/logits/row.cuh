@@ -16,7 +16,7 @@ namespace kullback {
 #define MIN_CHERNOFF 1e-25f
 
 SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
-SHARED_ARRAY(double, near_losses, GROUPS *WARPS); /* of rows that are near, what each warp has seen */
+SHARED_ARRAY(double, near_losses, GROUPS *WARPS); /* what each warp has seen of rows that are near, and what it finds when all are read */
 
 /* What is found of a row before its gradients are written */
 struct Found {

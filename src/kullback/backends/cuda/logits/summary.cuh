@@ -1,5 +1,5 @@
-/* Figures of a row, and what its label adds to its loss where they are wanted: logarithms for which all threads would wait while its
-   first finds them. They are found when all rows have been read, by a thread for each, from what is kept of a row. */
+/* Figures of a row, and what its label adds to its loss where figures are wanted. Their logarithms would keep a row's threads waiting for
+   its first. They are found when all rows have been read, by a thread for each row, from what is kept of it. */
 #pragma once
 
 #include "cuda/logits/labels.cuh"
