@@ -395,8 +395,8 @@ def test_smoothed_labels_of_no_rows(backend, device):
     ("backend", "dtype"),
     [
         *itertools.product(("torch", "c"), (torch.float32, torch.float64)),
-        ("emulated", torch.float32),  # CUDA's kernels have no float64
-        pytest.param("cuda", torch.float32, marks=pytest.mark.gpu),
+        ("emulated", torch.float32),  # nothing else may run there, and CUDA's kernels have no float64
+        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.float64)),
     ],
     indirect=["backend"],
 )

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kullback.backends.arguments import after_tensors, print_entry, struct_fields, table
+from kullback.backends.arguments import address, after_tensors, print_entry, struct_fields, table
 from kullback.backends.build import remember_failures
 from kullback.backends.cuda import device, plan
 from kullback.backends.cuda.launch import NO_WORKSPACE, Launcher, workspace
@@ -196,8 +196,8 @@ def run(work: Rows) -> None:
         rows,
         *addresses,
         *Sizes(
-            exponents=0 if exponents is None else exponents.data_ptr(),
-            summaries=0 if summaries is None else summaries.data_ptr(),
+            exponents=address(exponents),
+            summaries=address(summaries),
             partial=space.partial,
             ticket=space.ticket,
             rows=rows,
@@ -423,8 +423,8 @@ def _in_phase(addresses: list[int], strides: list[int], rows: int, dtypes: Dtype
             return True
     width = plan.width(*dtypes[:2])
     first, step = x // dtypes[0].itemsize % width, x_step % width
-    for address, stride, dtype in zip((x, y, d_x, d_y), strides, dtypes, strict=True):
-        element, rest = divmod(address, dtype.itemsize)
-        if address and (rest or element % width != first or (rows > 1 and stride % width != step)):
+    for start, stride, dtype in zip((x, y, d_x, d_y), strides, dtypes, strict=True):
+        element, rest = divmod(start, dtype.itemsize)
+        if start and (rest or element % width != first or (rows > 1 and stride % width != step)):
             return False
     return True
