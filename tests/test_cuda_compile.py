@@ -97,6 +97,10 @@ LOGITS = {
     "two blocks, total and gradient": Logits(49152, True, INPUT),
     "two blocks, total": Logits(49152, True, NONE),
     "two blocks, losses": Logits(49152, True, NONE, writes_losses=True),
+    "two blocks, labels and figures, total and gradient": Logits(49152, True, INPUT, auxiliary=True, figures=True),
+    "two blocks, smoothed labels, total and gradient": Logits(49152, True, INPUT, auxiliary=True, smoothing=True),
+    "two blocks, capped, total and gradient": Logits(49152, True, INPUT, capped=True),
+    "few blocks, total and gradient": Logits(24600, True, INPUT),  # of float32 two, of three row groups
     "short rows": Logits(1000, False, NONE, keeps_states=True),
     "short rows, total and gradient": Logits(1000, False, INPUT),
     "short rows, both gradients": Logits(1000, False, BOTH),
@@ -128,6 +132,8 @@ WITHOUT_MOMENTS = (
     "labels and figures, total and gradient",
     "slices, rows and gradient",
 )
+# Where blocks have most warps, and so the fewest registers for each thread
+MOST_WARPS = ("two blocks, total and gradient", "two blocks, labels and figures, total and gradient")
 # Of which another mode has all the code: with a gradient
 WITHIN_OTHERS = ("two blocks, total",)
 ON_CHIP = {name for name, mode in LOGITS.items() if mode.fits}
@@ -206,7 +212,7 @@ class Case(NamedTuple):
         chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
         if not mode.fits:
             chip = plan.NO_CHIP if mode.in_phase else plan.NO_COPIES
-        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers).shape
+        shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers, mode.figures).shape
         assert shape.resident == mode.fits
         dtypes = x, y, *(mode.gradients or (x, y))
         keeps_numbers = mode.keeps_states or mode.verb in ("statistics", "accumulate")
@@ -280,7 +286,8 @@ def logits_cases():
     for kind, mode in itertools.product(KINDS, LOGITS):
         is_of_moments = kind == "kl" and mode not in WITHIN_OTHERS and not (LOGITS[mode].capped and LOGITS[mode].fits)
         is_of_none = kind == "jensen_shannon" and mode in WITHOUT_MOMENTS
-        if is_of_moments or is_of_none or mode == "total and gradient" or (kind == "renyi" and "short" in mode):
+        is_of_all = mode == "total and gradient" or mode in MOST_WARPS
+        if is_of_moments or is_of_none or is_of_all or (kind == "renyi" and "short" in mode):
             yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for case in on_other_architectures():
         is_hopper = case.arch in ("sm_90a", "sm_100a")
@@ -290,6 +297,11 @@ def logits_cases():
     for kind, mode in itertools.product(FEW, OF_FLOAT32):
         if kind == "kl" or mode == "rounded gradient":
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
+    for kind, mode in itertools.product(("jensen_shannon", "skew_kl", "alpha"), LOGITS):
+        if mode.startswith(("two blocks, smoothed", "two blocks, capped")):
+            yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
+    for kind in KINDS:
+        yield Case("sm_90a", kind, "logits", "logits", torch.float32, "few blocks, total and gradient")
     # Rows of kl and reverse_kl have a mode of their own where gradients have float32.
     for mode in ("total and gradient", "labels, both gradients", "two blocks, total", "rows"):
         yield Case("sm_90a", "kl", "logits", "logits", torch.float32, mode)

@@ -39,7 +39,8 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
     """`Row`, `Element safe_element(x, y, row, parameter)` and the row's `finish`.
 
     The template that pastes it defines `real`, `INLINE` and the `safe_` functions, and likewise for each further
-    prefix, which makes a further `element`. What an inlined caller does not use of an `Element` costs nothing.
+    prefix, which makes a further `element`. With `stable_` there are also `finite_element`, the fast one of logits that
+    are all finite, and `near_element`. What an inlined caller does not use of an `Element` costs nothing.
     """
     element = lowered(kind, form, target_form)
     traced: Formula = formula(kind, form, target_form)
@@ -49,6 +50,7 @@ def print_functor(kind: str, form: str, target_form: str, prefixes: tuple[str, .
     if "fast_" in prefixes:
         elements += _print_moments(kind, names)
     if "stable_" in prefixes:
+        elements += _print_element(program, names, "finite_", "fast_", {"logit_ratio": "finite_"})
         elements += _print_near_element(kind, names)
     if traced.has_tilted_lse:
         elements += _print_log_tilted(Program({"log_tilted": element["log_tilted"]}), names)

@@ -49,6 +49,7 @@ INLINE Element safe_element(real x, real y, Row row, real parameter) { return {}
 INLINE Element in_range_element(real x, real y, Row row, real parameter) { return {}; }
 INLINE Element stable_element(real x, real y, Row row, real parameter) { return {}; }
 INLINE Element fast_element(real x, real y, Row row, real parameter) { return {}; }
+INLINE Element finite_element(real x, real y, Row row, real parameter) { return {}; }
 INLINE Element near_element(real x, real y, Row row, real parameter) { return {}; }
 INLINE Element short_element(real x, real y, Row row, real parameter) { return {}; }
 INLINE Finish finish(double total, double tilted_lse, real parameter) { return {}; }

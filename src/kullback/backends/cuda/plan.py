@@ -136,8 +136,8 @@ MIN_TILE_BYTES = 13 << 10  # where a row has as many
 
 
 # Threads that share a row, and rows that a block works on: the first choice that keeps enough rows on chip is taken.
-# With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96.
-ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 2), (224, 2))
+# With the producer warp, 16 warps leave a thread 128 registers, 17 leave it 96, and 25 leave it 72.
+ROW_GROUPS = ((64, 7), (128, 4), (128, 3), (256, 3), (256, 2), (224, 2))
 WAITING_ROW_GROUPS = ((160, 3), (224, 2))  # where a row waits for other devices: two more are worked on meanwhile
 CLUSTERS = (1, 2, 4, PORTABLE_CLUSTER, MAX_CLUSTER)
 # Of rows that are short: so many vectors, at most, are shared by so many lanes. Rows that share a warp wait for each
@@ -146,7 +146,9 @@ SHORT_LANES, ONE_WAY_LANES = ((32, 8), (48, 16), (math.inf, 32)), ((64, 8), (112
 # Of a block, at most. With what a kernel declares, every device has 48 KiB of shared memory without being asked.
 SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MOST_SHORT_VECTORS = 256
-MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient
+MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient,
+SOME_REGISTERS = 16 * 32  # and for what else takes more than most kernels do
+MOST_WARPS, FEW_TILES = 16, 3  # row groups of more warps want rows in so few tiles (docs/lab-notebook.md)
 
 
 # Of one tensor's rows that are read once: threads that read a slice, and blocks of a multiprocessor, as many as fit.
@@ -207,6 +209,7 @@ class Wanted(NamedTuple):
     capped: bool = False  # logits are
     waits: bool = False  # a row waits for other devices
     goes_one_way: bool = False  # most rows do, whatever they hold
+    takes_registers: bool = False  # what is done with a row does
 
     @property
     def per_vector(self) -> int:
@@ -238,7 +241,7 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
         return None
     per_vector, vector_bytes, waits = wanted.per_vector, wanted.vector_bytes, wanted.waits
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
-    most_threads = MANY_REGISTERS if wanted.both else math.inf
+    most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else math.inf
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
         slice_vectors = math.ceil(wanted.vectors / cluster)
@@ -251,6 +254,8 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
         stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
         # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
         safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
+        if threads * groups > MOST_WARPS * 32 and row_tiles > FEW_TILES:
+            continue
         # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
         # neighbours are taken, the larger the more: there two are better, of threads enough.
         enough = 2 if cluster >= PORTABLE_CLUSTER or (cluster, threads) == (2, 256) else 3  # rows on chip

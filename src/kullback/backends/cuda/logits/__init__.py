@@ -245,9 +245,11 @@ def _prepared(
     chip: plan.Chip,
 ) -> tuple[Launcher, tuple[int | float, ...], int]:
     """The kernel, those of its arguments that all calls of such tensors share, and how many warps share a row."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, has_known, chip, has_peers)
+    placed = layout(problem, vocab, *dtypes[:2], wants, has_known, chip, has_peers, has_figures)
     if placed.cluster > plan.PORTABLE_CLUSTER:
-        placed = layout(problem, vocab, *dtypes[:2], wants, has_known, device.admitted(index, chip), has_peers)
+        placed = layout(
+            problem, vocab, *dtypes[:2], wants, has_known, device.admitted(index, chip), has_peers, has_figures
+        )
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = has_known and verb == "gradient"
@@ -312,14 +314,13 @@ def has_16_bits(dtypes: Dtypes, wants: tuple[bool, bool], keeps_numbers: bool) -
 def near_of(problem: Problem, parameter: float, verb: Verb, is_coarse: bool, reach: Reach) -> Near | None:
     """Of losses whose sums follow from slopes, or of a tilted distribution; logits or gradients have 16 bits."""
     moments = moments_of(problem.kind)
-    is_tilted = formula(problem.kind, "logits", "logits").has_tilted_lse
-    serves = slopes_of(problem.kind) is not None if moments is None else is_tilted
+    serves = slopes_of(problem.kind) is not None if moments is None else is_tilted(problem.kind)
     if not (is_coarse and serves and problem.is_normalised and verb == "loss"):
         return None
     wide = near(problem.kind, parameter)
     if reach == WIDE or wide is None:
         return wide
-    return None if is_tilted else near(problem.kind, parameter, reach)
+    return None if is_tilted(problem.kind) else near(problem.kind, parameter, reach)
 
 
 def fine_of(problem: Problem, parameter: float, is_coarse: bool) -> OverRoot | None:
@@ -352,6 +353,7 @@ def layout(
     has_known: bool,
     chip: plan.Chip,
     has_peers: bool = False,
+    has_figures: bool = False,
 ) -> plan.Layout:
     """As of plan.logits, which knows no formula."""
     # A mass is cached as x, and a float16 gradient has more digits; a slope in float16, or as y in float32. Nothing can
@@ -370,8 +372,15 @@ def layout(
         capped=capped,
         waits=has_peers,
         goes_one_way=has_corner(problem.kind) or sums_are_means(problem.kind),
+        takes_registers=problem.weights.smoothing != 0
+        or (is_tilted(problem.kind) and (problem.has_auxiliary or has_figures or capped)),
     )
     return plan.logits(wanted, chip)
+
+
+def is_tilted(kind: str) -> bool:
+    """Whether losses follow from the log-sum-exp of a tilted distribution."""
+    return formula(kind, "logits", "logits").has_tilted_lse
 
 
 def sums_are_means(kind: str) -> bool:

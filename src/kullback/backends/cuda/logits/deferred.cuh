@@ -11,10 +11,23 @@ struct Place {
     int in_row, on_chip;
 };
 
-/* Where this thread's vectors are, of which it has taken some: by steps back from the last, 1 being that */
-struct Places {
-    const Slice &slice;
+/* Where this thread's vectors are, of which it has taken some: by steps back from the last, 1 being that. OF_TILE: of one tile, whose
+   places need no division */
+template <bool OF_TILE> struct Places;
 #if RESIDENT
+template <> struct Places<true> {
+    int next;   /* the address on chip after the last vector and what other threads have */
+    int in_row; /* the index in the row of what would be at address 0 */
+
+    INLINE Place operator()(int steps) const
+    {
+        const int address = next - steps * THREADS_PER_ROW * X_BYTES;
+        return Place { in_row + address / (int)sizeof(X), (address - (int)shared_address(shared())) / (int)sizeof(X) };
+    }
+};
+
+template <> struct Places<false> {
+    const Slice &slice;
     const Pipeline &pipeline;
     const RowGroup &group;
 
@@ -24,23 +37,26 @@ struct Places {
         const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
         const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
         const int tile = i / each, vector = thread + i % each * THREADS_PER_ROW;
-        int stage = pipeline.stage + tile;
+        int stage = pipeline.stage() + tile;
         stage -= stage >= pipeline.stages ? pipeline.stages : 0;
         return Place { slice.head + (slice.first + tile * pipeline.vectors + vector) * WIDTH,
                        (stage * pipeline.vectors + vector) * WIDTH };
     }
+};
 #else
+template <bool> struct Places {
+    const Slice &slice;
     int next;
 
     INLINE Place operator()(int steps) const { return Place { slice.head + (next - steps * THREADS_PER_ROW) * WIDTH, 0 }; }
-#endif
 };
+#endif
 
 /* Calls f(x, y, index in the row, index in the stages on chip, row()) for the elements of vectors that have a bit in `marks`: the
    vector `place(steps from the end)` has the lowest bit where that is 1. Each lane takes an element, of as many vectors at once as
    there are lanes for. */
-template <bool FROM_CHIP, typename F, typename R>
-INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place, F f, R row)
+template <bool FROM_CHIP, typename P, typename F, typename R>
+INLINE void each_marked(const Slice &slice, unsigned marks, const P &place, F f, R row)
 {
     unsigned owners = ballot(marks != 0);
     if (!owners)
@@ -72,8 +88,8 @@ INLINE void each_marked(const Slice &slice, unsigned marks, const Places &place,
 
 /* Calls f(x, y, row(), index in the row) for the elements with is_such(x, y) of vectors that have a bit in `marks`, as of
    `each_marked`, and then after(index of the vector's first element in the row). Each lane takes its own, since few lanes have more than one. */
-template <bool FROM_CHIP, typename C, typename F, typename A, typename R>
-INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &place, C is_such, F f, A after, R row)
+template <bool FROM_CHIP, typename P, typename C, typename F, typename A, typename R>
+INLINE void each_own_marked(const Slice &slice, unsigned marks, const P &place, C is_such, F f, A after, R row)
 {
     if (!ballot(marks != 0))
         return;
@@ -108,20 +124,32 @@ INLINE void each_own_marked(const Slice &slice, unsigned marks, const Places &pl
 }
 
 /* Calls now(x vector, y vector, bytes of x before it, the address of its x on chip) for this thread's vectors, and then
-   marked(marks, place) of those where it was false, as of `each_marked`: of at most 32 vectors at once. LAST: the row is not read
-   again. FROM_CHIP: what is on chip is still the row, and `marked` reads it there. */
+   marked(marks, place) of those where it was false, as of `each_marked`: of at most 32 vectors at once. FROM_CHIP: what is on chip is
+   still the row, and `marked` reads it there. LAST: the row is not read again. Then each tile's are marked by themselves, so that the
+   stage is free for the next row's while this row's other tiles are worked on. */
 template <bool LAST, bool FROM_CHIP, typename F, typename M>
 INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, M marked)
 {
+    static_assert(FROM_CHIP || !LAST);
 #if RESIDENT
-    unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
-    each_vector<false, LAST && !FROM_CHIP>(slice, pipeline, group,
-                                           [&](const Packed<X> &x, const Packed<Y> &y, long long before, int address) {
-        marks = 2 * marks + !now(x, y, before, address);
-    });
-    marked(marks, Places { slice, pipeline, group });
-    if (LAST && FROM_CHIP)
-        release_row(slice, pipeline, group);
+    if constexpr (LAST) {
+        each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
+            const long long elsewhere = (slice.first + start) * (long long)X_BYTES - first_address(tile); /* in the row */
+            unsigned marks = 0;
+            int address = first_address(tile) + group.thread * X_BYTES;
+#pragma unroll 1
+            for (; address < end_address(tile, count); address += THREADS_PER_ROW * X_BYTES)
+                marks = 2 * marks + !now(ld_shared<X>(address), ld_shared<Y>(y_address(address)), elsewhere + (unsigned)address, address);
+            marked(marks, Places<true> { address, slice.head + (int)(elsewhere / (int)sizeof(X)) });
+            release_stage(tile, group);
+        });
+    } else {
+        unsigned marks = 0; /* a thread has at most 32 vectors of a row on chip */
+        each_vector<false, false>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int address) {
+            marks = 2 * marks + !now(x, y, before, address);
+        });
+        marked(marks, Places<false> { slice, pipeline, group });
+    }
 #else
 #pragma unroll 1
     for (int first = 0; first < slice.vectors; first += 32 * THREADS_PER_ROW) {
@@ -132,7 +160,7 @@ INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup 
             const int i = slice.head + v * WIDTH;
             marks = 2 * marks + !now(load(slice.x() + i), load(slice.y() + i), v * (long long)X_BYTES, 0);
         }
-        marked(marks, Places { slice, v });
+        marked(marks, Places<LAST> { slice, v });
     }
 #endif
 }
@@ -142,7 +170,7 @@ INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup 
 template <bool LAST, bool FROM_CHIP, typename F, typename G, typename R>
 INLINE void each_deferring(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, G later, R row)
 {
-    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places &place) {
+    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places<LAST> &place) {
         each_marked<FROM_CHIP>(slice, marks, place, later, row);
     });
     if (slice.body < (int)slice.a.vocab) {
@@ -157,7 +185,7 @@ template <bool LAST, bool FROM_CHIP, typename F, typename C, typename G, typenam
 INLINE void each_refining(const Slice &slice, Pipeline &pipeline, const RowGroup &group, F now, C is_such, G refine, A after, E edge,
                           R row)
 {
-    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places &place) {
+    each_marking<LAST, FROM_CHIP>(slice, pipeline, group, now, [&](unsigned marks, const Places<LAST> &place) {
         each_own_marked<FROM_CHIP>(slice, marks, place, is_such, refine, after, row);
     });
     if (slice.body < (int)slice.a.vocab) {

@@ -43,7 +43,7 @@ INLINE float mass_sum(float max, float sum_exp, float inv_temperature)
 INLINE double log_z_diff_of_exponents(const Arguments &a, float x_log2_z, float y_log2_z)
 {
     const float inv_temperature = a.input_inv_temperature;
-    const float excess = fmaf(-base_2(inv_temperature), LN2, inv_temperature) * in_range_ratio_or_zero(1, inv_temperature);
+    const float excess = fmaf(-base_2(inv_temperature), LN2, inv_temperature) * in_range_ratio_or_zero(1, opaque(inv_temperature));
     const double difference = ((double)y_log2_z - (double)x_log2_z) * 0.6931471805599453;
     return difference + difference * (double)excess;
 }
@@ -54,7 +54,7 @@ INLINE double log_z_diff_of(const Arguments &a, const RowStats &stats)
 #if HAS_NORMALISERS
     return stats.log_z_diff;
 #endif
-    const double error = stats.in_range
+    const double error = stats.in_range()
         ? scaling_error(stats.y_max, a.target_inv_temperature) - scaling_error(stats.x_max, a.input_inv_temperature)
         : 0;
     const double of_max = (double)stats.y_max * (double)opaque(a.target_inv_temperature)
@@ -62,7 +62,7 @@ INLINE double log_z_diff_of(const Arguments &a, const RowStats &stats)
     if (HANDLES_PEAKED && stats.correction == REAL_INFINITY) /* to the bit as elements find it of maxima */
         return of_max + (double)safe_logit_difference(stats.y_max, a.target_inv_temperature, stats.x_max, a.input_inv_temperature,
                                                       (float)of_max, (float)(of_max - (double)(float)of_max));
-    return of_max + error * (double)LN2 + (double)log_quotient_of(stats.y_sum_exp, stats.x_sum_exp) + opaque(stats.correction);
+    return of_max + error * (double)LN2 + (double)log_quotient_of(stats.y_sum_exp, stats.x_sum_exp) + (stats.in_range() ? opaque(stats.correction) : 0);
 }
 
 /* Found in each mode where it is used, so that nothing is that is not. A mass of `safe_` is
@@ -75,8 +75,8 @@ template <int MODE> INLINE Row row_constants(const Arguments &a, const RowStats 
     row.target_inv_temperature = a.target_inv_temperature;
     row.input_max = is_exponent ? log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : stats.x_max;
     row.target_max = is_exponent ? log2_z(stats.y_max, stats.y_sum_exp, a.target_inv_temperature) : stats.y_max;
-    const double x_error = stats.in_range && INPUT_IS_LOGITS ? scaling_error(stats.x_max, a.input_inv_temperature) : 0;
-    const double y_error = stats.in_range && TARGET_IS_LOGITS ? scaling_error(stats.y_max, a.target_inv_temperature) : 0;
+    const double x_error = stats.in_range() && INPUT_IS_LOGITS ? scaling_error(stats.x_max, a.input_inv_temperature) : 0;
+    const double y_error = stats.in_range() && TARGET_IS_LOGITS ? scaling_error(stats.y_max, a.target_inv_temperature) : 0;
     row.input_inv_sum_exp = 1 / (MODE == SAFE ? stats.x_sum_exp * ex2((float)x_error) : stats.x_sum_exp);
     row.target_inv_sum_exp = 1 / (MODE == SAFE ? stats.y_sum_exp * ex2((float)y_error) : stats.y_sum_exp);
     row.input_log_sum_exp = logf(stats.x_sum_exp) + (float)x_error * LN2;

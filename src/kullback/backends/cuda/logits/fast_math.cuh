@@ -93,11 +93,22 @@ INLINE real exact_logit_difference(real y, real y_scale, real x, real x_scale, r
 }
 
 /* Of 16-bit rows of the masses as they are rounded, by their exponents: what those are off by enters a centred term squared. */
+INLINE real ratio_of_exponents(real y, real y_max, real y_scale, real x, real x_max, real x_scale)
+{
+    return fmaf(y, base_2(y_scale), -y_max) - fmaf(x, base_2(x_scale), -x_max);
+}
 INLINE real fast_logit_ratio(real y, real y_max, real y_scale, real x, real x_max, real x_scale, real high, real low)
 {
     if (IS_COARSE)
-        return finite_ratio(fmaf(y, base_2(y_scale), -y_max) - fmaf(x, base_2(x_scale), -x_max)) * LN2;
+        return finite_ratio(ratio_of_exponents(y, y_max, y_scale, x, x_max, x_scale)) * LN2;
     return exact_logit_difference(y, y_scale, x, x_scale, high, low);
+}
+
+/* The same of rows whose logits are all finite */
+INLINE real finite_logit_ratio(real y, real y_max, real y_scale, real x, real x_max, real x_scale, real high, real low)
+{
+    return IS_COARSE ? ratio_of_exponents(y, y_max, y_scale, x, x_max, x_scale) * LN2
+                     : exact_logit_difference(y, y_scale, x, x_scale, high, low);
 }
 
 /* In `near_element` */

@@ -77,7 +77,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             cp_async_bulk_prefetch_L2(y, (unsigned)slice.vectors * (unsigned)Y_BYTES);
         }
         each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
-            mbarrier_wait(tile.empty(), tile.phase ^ 1);
+            mbarrier_wait(tile.empty(), tile.phase() ^ 1);
             if (!elect_sync())
                 return;
             if (start == 0) {
@@ -126,7 +126,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     const int index = group.index;
     /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
     const int step = a.row_weight ? 1 : GROUPS, behind = a.row_weight ? 0 : index;
-    pipeline.advance_rows(behind);
+    pipeline.advance(behind * pipeline.row_tiles);
     each_row(a, first_row(index) + behind * row_step(), step, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
         if (!is_read) {
             if (r / row_step() % GROUPS == index)
@@ -135,7 +135,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         }
         if (step == GROUPS || group.turn++ % GROUPS == index)
             process_row(slice_of(a, r, cta_rank()), pipeline, group);
-        pipeline.advance_rows(step);
+        pipeline.advance(step * pipeline.row_tiles);
     });
 }
 #else
@@ -188,7 +188,7 @@ INLINE void finish_rows(const Arguments &a, const RowGroup &group)
         return;
     loss = warp_sum(loss);
     if (threadIdx.x % LOGICAL_WARP == 0)
-        near_losses[threadIdx.x / LOGICAL_WARP] += loss;
+        warp_losses[threadIdx.x / LOGICAL_WARP] += loss;
 }
 #endif
 
@@ -202,7 +202,7 @@ INLINE void reduce_grid(const Arguments &a)
         for (int g = 0; g < GROUPS; g++)
             sum += group_losses[g];
         for (int w = 0; w < GROUPS * WARPS; w++)
-            sum += near_losses[w];
+            sum += warp_losses[w];
         return sum;
     }, a.partial, a.ticket, [&](double sum) { *a.total = rounded<LOSS>((real)(sum * a.scale)); });
 }
@@ -218,7 +218,7 @@ INLINE void run(Arguments a)
     if (threadIdx.x < GROUPS)
         group_losses[threadIdx.x] = 0;
     if (threadIdx.x < GROUPS * WARPS)
-        near_losses[threadIdx.x] = 0;
+        warp_losses[threadIdx.x] = 0;
 #if RESIDENT
     group.cluster = cluster_nctarank();
     pipeline.stages = a.stages;

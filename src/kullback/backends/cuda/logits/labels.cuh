@@ -83,7 +83,7 @@ INLINE void read_label(const Slice &slice, const Pipeline &pipeline, RowGroup &g
 
 INLINE float lse_error(const Arguments &a, const RowStats &stats)
 {
-    return stats.in_range ? (float)scaling_error(stats.x_max, a.input_inv_temperature) * LN2 : 0;
+    return stats.in_range() ? (float)scaling_error(stats.x_max, a.input_inv_temperature) * LN2 : 0;
 }
 INLINE float input_lse_of(const Arguments &a, const RowStats &stats)
 {
@@ -103,7 +103,7 @@ INLINE float labelled_loss(const Arguments &a, long long token, float logit, con
     const float below = (stats.x_max - input_of(a, logit)) * a.input_inv_temperature;
     const float of_label = below + (log_sum_exp + error);
 #if HAS_SMOOTHING /* exponents are of 2, less what the maximum's is rounded by; or of e */
-    const float mean = stats.exponent_sum / (float)a.vocab * (stats.in_range ? LN2 : 1);
+    const float mean = stats.exponent_sum / (float)a.vocab * (stats.in_range() ? LN2 : 1);
     return of_z + a.label_weight * fmaf(a.label_smoothing, log_sum_exp - mean, (1 - a.label_smoothing) * of_label);
 #else
     return of_z + a.label_weight * of_label;
@@ -115,7 +115,7 @@ INLINE float mass_factor(const Arguments &a, const Label &label, const RowStats 
 {
     if (label.token == IGNORED)
         return 0;
-    const float lse = stats.in_range ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
+    const float lse = stats.in_range() ? LN2 * log2_z(stats.x_max, stats.x_sum_exp, a.input_inv_temperature) : input_lse_of(a, stats);
     return a.label_weight + (a.z_weight != 0 ? 2 * a.z_weight * lse : 0);
 }
 

@@ -210,20 +210,26 @@ INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, 
         });
 }
 #elif SUMS_FROM_MOMENTS
-/* A heavy token's, whose element by the stable formula is given: up to NEAR_ELEMENT_RADIUS by its ratio and one mass, since two
-   exponents are rounded apart. */
+#if HAS_NEAR_ELEMENT
+/* By the ratio and one mass, up to NEAR_ELEMENT_RADIUS */
+INLINE float near_term_of(const Arguments &a, float q, float p, const Row &fast)
+{
+    const Element e = near_element(q, p, fast, a.parameter);
+    return IS_16_BIT ? e.term + fast.log_z_diff_low * e.d_log_q : e.term; /* whose ratio lacks it */
+}
+#endif
+
+/* A heavy token's, whose element by the stable formula is given: that rounds two exponents apart. */
 INLINE float heavy_term(const Arguments &a, float q, float p, const Row &fast, const Element &stable)
 {
 #if HAS_NEAR_ELEMENT
-    if (is_near(fast, q, p)) {
-        const Element e = near_element(q, p, fast, a.parameter);
-        return IS_16_BIT ? e.term + fast.log_z_diff_low * e.d_log_q : e.term; /* whose ratio lacks it */
-    }
+    if (is_near(fast, q, p))
+        return near_term_of(a, q, p, fast);
 #endif
     return stable.term;
 }
 
-/* Adds this thread's part of the row's sum, by the fast formula; terms of few tokens of much mass are found by the stable one. */
+/* Adds this thread's part of the row's sum, by the fast formula. Few tokens have much mass: what that formula made of them is replaced. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
                                       const RowStats &stats, const Sums &sums, const Row &row, GradOut grad_out)
@@ -238,35 +244,49 @@ INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice,
     const float heavy = heavy_logit(row.target_max, a.target_inv_temperature, exponent);
     const GradientVectors vectors(slice);
     const auto is_heavy = [&](float y) { return target_of(a, y) >= heavy; };
-    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+    /* By a moment of log-ratios. Rows of a sure token are too few for a loop more. */
+    const bool are_finite = HAS_LOG_RATIOS && !SURE && group.finite;
+    enum { ALL_STABLE = SURE || !HAS_NEAR_ELEMENT }; /* whether each heavy token has the stable formula; else those that are far */
+    const auto constants = [&] { return heavy_row(a, opaque(stats), row); };
+    const auto take = [&](const Packed<X> &x, const Packed<Y> &y, long long before, bool finite) __attribute__((always_inline)) {
         Packed<DX> input;
         Packed<DY> target;
         RowTerms<SURE> part;
-        bool is_light = true;
+        float highest = -REAL_INFINITY;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
             float q = input_of(a, at(x, k)), p = target_of(a, at(y, k));
-            Element e = floored_element<FAST>(a, q, p, row);
+            highest = fmaxf(highest, p);
+            Element e = finite ? finite_element(q, p, row, a.parameter) : floored_element<FAST>(a, q, p, row);
 #if HAS_NEAR_ELEMENT
             e = without_sum(e);
 #endif
             pull_back(a, e, q, p, grad_out, input.element[k], target.element[k]);
-            if (!is_heavy(at(y, k))) {
-                part.light += e.term;
-                part.see(e, grad_out);
-            } else {
-                is_light = false;
-            }
+            part.light += e.term;
+            part.see(e, grad_out);
         }
+        const bool is_light = highest < heavy;
         found += part;
         if (WRITES && (RESIDENT || is_light)) /* else logits are to be read again, which the gradient may be written over */
             vectors.write(input, target, before);
         return is_light;
-    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &heavy_row, int) {
-        const float q = input_of(a, x), p = target_of(a, y);
-        const Element e = element<STABLE>(a, q, p, heavy_row);
-        found.heavy += heavy_term(a, q, p, row, e);
+    };
+    each_refining<LAST, true>(slice, pipeline, group, [&](const Packed<X> &x, const Packed<Y> &y, long long before, int) {
+        return are_finite ? take(x, y, before, true) : take(x, y, before, false);
+    }, [&](float, float y) { return is_heavy(y); }, [&](float x, float y, const Row &given, int) {
+        float q = input_of(a, x), p = target_of(a, y);
+        Element fast = floored_element<FAST>(a, q, p, row);
+#if HAS_NEAR_ELEMENT
+        fast = without_sum(fast);
+        if (!ALL_STABLE && is_near(row, q, p)) {
+            found.heavy += near_term_of(a, q, p, row) - fast.term;
+            return;
+        }
+#endif
+        const Element e = element<STABLE>(a, q, p, ALL_STABLE ? given : constants());
+        found.heavy += heavy_term(a, q, p, row, e) - fast.term;
         found.see(e, grad_out); /* for of each exponent what is rounded is its own: no share of a mass */
+        found.see(-fast.input * grad_out.input, -fast.target * grad_out.target);
     }, [&](int first) {
         if (RESIDENT || !WRITES)
             return;
@@ -278,15 +298,15 @@ INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice,
         for (int k = 0; k < WIDTH; k++)
             differentiate<FAST>(a, at(x, k), at(y, k), row, grad_out, input.element[k], target.element[k]);
         vectors.write(input, target, (first - slice.head) / WIDTH * (long long)X_BYTES);
-    }, [&](int i, const Row &heavy_row) {
+    }, [&](int i, const Row &given) {
         DX input;
         DY target;
         const float x = to_real(slice.x()[i]), y = to_real(slice.y()[i]);
-        const Element e = differentiate<STABLE>(a, x, y, heavy_row, grad_out, input, target);
+        const Element e = differentiate<STABLE>(a, x, y, ALL_STABLE ? given : constants(), grad_out, input, target);
         found.heavy += heavy_term(a, input_of(a, x), target_of(a, y), row, e);
         if (WRITES)
             write_element(slice, input, target, i);
-    }, [&] { return heavy_row(a, stats, row); });
+    }, [&] { return ALL_STABLE ? constants() : Row {}; });
     /* Terms are homogeneous: of what a side's masses sum to beside 1 they have the share that its derivatives have of them (Euler). */
     const float p_sum = mass_sum(stats.y_max, stats.y_sum_exp, a.target_inv_temperature);
     const float q_sum = mass_sum(stats.x_max, stats.x_sum_exp, a.input_inv_temperature);

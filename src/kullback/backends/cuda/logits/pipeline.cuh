@@ -69,35 +69,25 @@ struct Pipeline {
     int stages, vectors; /* vectors of a stage, of either tensor */
     int row_tiles;       /* stages that a row takes: as many in each block, whether or not vectors are left for all */
     int barriers;        /* their offset */
-    int stage;           /* the next row's first */
-    unsigned phase;      /* of its barriers */
+    int place;           /* the next row's first stage, counted over two rounds: barriers tell a round from the next, and no more */
 
-    INLINE void advance(int tiles) /* as many as there are stages, at most */
+    INLINE void advance(int tiles) /* two rounds at most; all groups' rows are no more (plan.py) */
     {
-        stage += tiles;
-        wrap();
+        place += tiles;
+        place -= place >= 2 * stages ? 2 * stages : 0;
     }
-    INLINE void advance_rows(int rows) /* as many as there are groups, at most: two rounds (plan.py) */
-    {
-        stage += rows * row_tiles;
-        wrap();
-        wrap();
-    }
-    INLINE void wrap()
-    {
-        phase ^= stage >= stages;
-        stage -= stage >= stages ? stages : 0;
-    }
-    INLINE const X *x() const { return (const X *)shared() + stage * vectors * WIDTH; }
-    INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + stage * vectors * WIDTH; }
+    INLINE int stage() const { return place - (place >= stages ? stages : 0); }
+    INLINE unsigned phase() const { return place >= stages; } /* of its barriers */
+    INLINE const X *x() const { return (const X *)shared() + stage() * vectors * WIDTH; }
+    INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + stage() * vectors * WIDTH; }
     INLINE Mbarrier *barrier(int i) const { return (Mbarrier *)(shared() + barriers) + i; }
-    INLINE Mbarrier *full() const { return barrier(stage); }
-    INLINE Mbarrier *empty() const { return barrier(stages + stage); }
+    INLINE Mbarrier *full() const { return barrier(stage()); }
+    INLINE Mbarrier *empty() const { return barrier(stages + stage()); }
     INLINE Mbarrier *arrived(unsigned slot) const { return barrier(2 * stages + slot); }
     /* Of the row that begins here */
-    INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage); }
+    INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage()); }
 #if HAS_AUXILIARY
-    INLINE Label *label() const { return (Label *)barrier(3 * stages + GROUPS * EXCHANGE_SLOTS) + stage; }
+    INLINE Label *label() const { return (Label *)barrier(3 * stages + GROUPS * EXCHANGE_SLOTS) + stage(); }
 #endif
 };
 #else
@@ -112,14 +102,13 @@ struct Pipeline {
 struct RowGroup {
     int thread, index; /* of this thread among them; of the group in its block */
     unsigned cluster;  /* blocks of the cluster */
-    /* All-reduces so far, modulo twice the slots; whether a row had -inf, so that the next may; rows that were read so far, of the
-       producer of all. Together: a register more would spill. Without the bit that has no name kernels are 1 % slower
-       (docs/lab-notebook.md). */
+    /* All-reduces so far, modulo twice the slots; whether this row's logits are known to be finite; whether a row had -inf, so that the
+       next may; rows that were read so far, of the producer of all. Together: a register more would spill. */
 #if HAS_PEERS
-    unsigned exchanges : 2, guards : 1, sent : 5, turn : 24; /* sent: exchanges of the row with other ranks */
+    unsigned exchanges : 2, finite : 1, guards : 1, sent : 5, turn : 23; /* sent: exchanges of the row with other ranks */
     unsigned row;
 #else
-    unsigned exchanges : 2, : 1, guards : 1, turn : 28;
+    unsigned exchanges : 2, finite : 1, guards : 1, turn : 28;
 #endif
 #if HAS_AUXILIARY
     bool has_label; /* whether this thread has the row's label: not in the word above, by whose bits a warp branches */
@@ -179,8 +168,8 @@ template <typename F> INLINE void each_tile(const Slice &slice, Pipeline pipelin
    to be over. */
 INLINE void wait_tile(const Pipeline &tile)
 {
-    mbarrier_wait(tile.empty(), tile.phase ^ 1);
-    mbarrier_wait(tile.full(), tile.phase);
+    mbarrier_wait(tile.empty(), tile.phase() ^ 1);
+    mbarrier_wait(tile.full(), tile.phase());
 }
 
 INLINE void release_stage(const Pipeline &tile, const RowGroup &group)

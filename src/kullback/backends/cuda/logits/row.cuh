@@ -16,7 +16,9 @@ namespace kullback {
 #define MIN_CHERNOFF 1e-25f
 
 SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
-SHARED_ARRAY(double, near_losses, GROUPS *WARPS); /* what each warp has seen of rows that are near, and what it finds when all are read */
+SHARED_ARRAY(double, warp_losses, GROUPS *WARPS); /* each warp's own: of rows whose loss nobody waits for, and of what is found when all are read */
+
+enum { EQUAL = SAFE + 1 }; /* of a row whose sides are the same: it loses 0, and its gradients are 0 */
 
 /* What is found of a row before its gradients are written */
 struct Found {
@@ -25,10 +27,12 @@ struct Found {
     int mode = SAFE;
     bool defers_term = false; /* whether sums are those of moments, for gradients, and the term is still to be summed */
     bool few_are_far = false; /* hardly an element of it */
-    bool is_equal = false;   /* whether its sides are the same, so that its gradients are 0 */
     bool is_sure = false;    /* whether it is less than moments show, so that sure tokens' gradients want correction */
     SlopeScale cached = { 1, 0 };
 };
+
+/* For a finish: what follows from it alone is found for each row, since kept it would take registers. */
+INLINE float finish_parameter(const Arguments &a) { return FINISH_IS_IDENTITY ? a.parameter : opaque(a.parameter); }
 
 INLINE bool is_finite(const Sums &sums)
 {
@@ -109,11 +113,11 @@ INLINE RowStats known_stats(const Arguments &a, unsigned r, int input_lse, int t
 {
     RowStats stats;
     const double x = INPUT_IS_LOGITS ? known(a, input_lse, r) : 0, y = TARGET_IS_LOGITS ? known(a, target_lse, r) : 0;
-    stats.in_range = fabs(x) < 8 * MAX_EXPONENT && fabs(y) < 8 * MAX_EXPONENT; /* longer ones are of rows in the safe mode */
+    stats.set_in_range(fabs(x) < 8 * MAX_EXPONENT && fabs(y) < 8 * MAX_EXPONENT); /* longer ones are of rows in the safe mode */
     if (INPUT_IS_LOGITS)
-        set_softmax(x, a.input_inv_temperature, stats.in_range, stats.x_max, stats.x_sum_exp);
+        set_softmax(x, a.input_inv_temperature, stats.in_range(), stats.x_max, stats.x_sum_exp);
     if (TARGET_IS_LOGITS)
-        set_softmax(y, a.target_inv_temperature, stats.in_range, stats.y_max, stats.y_sum_exp);
+        set_softmax(y, a.target_inv_temperature, stats.in_range(), stats.y_max, stats.y_sum_exp);
     return stats;
 }
 #endif
@@ -530,28 +534,29 @@ INLINE void sum_stable(const Slice &slice, Pipeline &pipeline, RowGroup &group, 
 INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     Found found;
-    found.stats.in_range = normalise(slice, pipeline, group, found.stats);
+    const bool in_range = normalise(slice, pipeline, group, found.stats);
+    found.stats.set_in_range(in_range);
     if (VERB == VERB_STATISTICS && !SUMS_FROM_MOMENTS)
         return found;
 #if HAS_FAST && THREADS_PER_ROW > 32
-    if (found.stats.in_range && has_equal_sides(slice, pipeline, group, found.stats)) {
-        found.is_equal = true;
+    if (in_range && has_equal_sides(slice, pipeline, group, found.stats)) {
+        found.mode = EQUAL;
         return found;
     }
 #endif
 #if HAS_FAST
-    if (found.stats.in_range) {
+    if (in_range) {
         sum_fast(slice, pipeline, group, found);
-        if (found.stats.tilted_lse == 0 && found.mode == SAFE && warp_all(is_finite(found.sums)))
+        if (warp_all(found.stats.tilted_lse == 0) && found.mode == SAFE && warp_all(is_finite(found.sums)))
             sum_stable(slice, pipeline, group, found);
         found.defers_term |= SUMS_WHILE_WRITING && found.mode == STABLE;
     }
 #endif
 #if HAS_TILTED_LSE
-    if (!found.stats.in_range)
+    if (!in_range)
         sum_tilted(slice, pipeline, group, found);
 #endif
-    if (found.stats.tilted_lse == 0 && found.mode == SAFE)
+    if (warp_all(found.stats.tilted_lse == 0) && found.mode == SAFE)
         found.sums = row_sums<SAFE>(slice, pipeline, group, found.stats);
     return found;
 }
@@ -559,11 +564,11 @@ INLINE Found sum_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 
 INLINE double input_lse(const Arguments &a, const RowStats &stats)
 {
-    return INPUT_IS_LOGITS ? lse_of(stats.x_max, stats.x_sum_exp, a.input_inv_temperature, stats.in_range) : 0;
+    return INPUT_IS_LOGITS ? lse_of(stats.x_max, stats.x_sum_exp, a.input_inv_temperature, stats.in_range()) : 0;
 }
 INLINE double target_lse(const Arguments &a, const RowStats &stats)
 {
-    return TARGET_IS_LOGITS ? lse_of(stats.y_max, stats.y_sum_exp, a.target_inv_temperature, stats.in_range) : 0;
+    return TARGET_IS_LOGITS ? lse_of(stats.y_max, stats.y_sum_exp, a.target_inv_temperature, stats.in_range()) : 0;
 }
 
 INLINE void keep_state(const Arguments &a, unsigned r, const Found &found, double d_loss)
@@ -612,7 +617,7 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 {
     const Arguments &a = slice.a;
     const unsigned r = slice.row;
-    const double derivative = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, a.parameter).derivative : 0;
+    const double derivative = WANT_GRADIENT ? finish(found.sums.term, found.stats.tilted_lse, finish_parameter(a)).derivative : 0;
     const double d_loss = dividing(a, pipeline, found.stats, derivative);
     const GradOut grad_out = grad_out_of(a, pipeline, WANT_GRADIENT ? weight_of(a, r) : 0, d_loss);
 #if HAS_AUXILIARY
@@ -628,7 +633,7 @@ INLINE bool add_term(const Slice &slice, Pipeline &pipeline, RowGroup &group, Fo
 #if VERB == VERB_LOSS && FINISH_IS_LINEAR && FINISH_IS_IDENTITY && !HAS_PEERS && !WRITES_LOSSES && !KEEPS_NUMBERS
     const float mine = warp_sum(term.light + term.heavy) * (float)divergence_weight(a) + labelled;
     if (threadIdx.x % LOGICAL_WARP == 0)
-        near_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
+        warp_losses[threadIdx.x / LOGICAL_WARP] += weight_of(a, r) * (double)mine;
 #if HAS_AUXILIARY
     if (WANT_GRADIENT)
         write_label(slice, group, true);
@@ -653,7 +658,7 @@ INLINE void write_row(const Slice &slice, Pipeline &pipeline, RowGroup &group, F
 #endif
         return;
     }
-    if (WANT_GRADIENT && found.is_equal) {
+    if (WANT_GRADIENT && found.mode == EQUAL) {
         write_zeros(slice, pipeline, group);
     } else if (WANT_GRADIENT) {
         const GradOut grad_out = grad_out_of(slice.a, pipeline, weight, d_loss);
@@ -708,7 +713,7 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
     }
     release_row(slice, pipeline, group);
 #else
-    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, a.parameter);
+    const Finish done = KNOWN ? Finish { 0, known(a, STATE_D_LOSS, r) } : finish(found.sums.term, found.stats.tilted_lse, finish_parameter(a));
     if (!WANT_GRADIENT && KEEPS_NUMBERS && is_first_thread(group)) /* now, so that nothing of it is kept any longer */
         keep_state(a, r, found, done.derivative);
     const double weight = weight_of(a, r); /* read again, so that no register holds it till now */

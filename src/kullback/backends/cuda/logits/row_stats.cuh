@@ -34,11 +34,18 @@ struct RowStats {
     float sampled = 0;     /* of how many pairs; 0 where no other rank has some of them */
     float overlap = 0;     /* Σ of the product of what a thread has of either side's masses (OVERLAP_SHARED) */
     float tilted_lse = 0;  /* what sums are taken against (state.py) */
-    float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima */
+    float correction = 0;  /* of the difference of log-sum-exps; infinite: it is that of the maxima; NaN: of a row that is not in range */
 #if HAS_NORMALISERS
     double log_z_diff = 0;
 #endif
-    bool in_range = false; /* else Σ exp are of exp((x - max)·inv_temperature), and nothing else was summed */
+
+    /* Else Σ exp are of exp((x - max)·inv_temperature), and nothing else was summed. */
+    INLINE bool in_range() const { return correction == correction; }
+    INLINE void set_in_range(bool is)
+    {
+        if (!is)
+            correction = REAL_INFINITY - REAL_INFINITY;
+    }
 
     struct MaxExponents {
         float x, y;
@@ -366,10 +373,12 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
 #else
     RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice, pipeline);
 #endif
+    group.finite = false;
     if (HAS_GUARDS && !group.guards) {
         stats = row_stats<true, false>(slice, pipeline, group, row_max);
         if (are_in_range(a, stats)) {
-            group.guards = !has_finite_moments(stats);
+            group.finite = has_finite_moments(stats);
+            group.guards = !group.finite;
             if (group.guards)
                 stats = row_stats<false, true>(slice, pipeline, group, row_max);
             return true;

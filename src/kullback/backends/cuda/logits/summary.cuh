@@ -36,7 +36,7 @@ INLINE void keep_summary(const Arguments &a, const Pipeline &pipeline, unsigned 
 #endif
     Summary &summary = summary_of(a, r);
     *(float4 *)&summary = { stats.x_max, stats.x_sum_exp, exponent_sum, label_logit };
-    summary.in_range = stats.in_range;
+    summary.in_range = stats.in_range();
 }
 
 /* Writes the row's figures, and its loss where it is wanted and labels count; returns what these add to it. cluster: the blocks that had
@@ -56,7 +56,7 @@ INLINE double finish_row(const Arguments &a, unsigned r, unsigned cluster)
     RowStats stats;
     stats.x_max = summary.max;
     stats.x_sum_exp = summary.sum_exp;
-    stats.in_range = summary.in_range;
+    stats.set_in_range(summary.in_range);
 #if HAS_SMOOTHING
     stats.exponent_sum = summary.exponent_sum;
 #endif
