@@ -113,7 +113,7 @@ def test_its_cuda_kernels_run(triangular, backend, generator, dtype):
 def test_its_cuda_kernels_compile(triangular, arch):
     wants, dtypes = (True, False), (torch.bfloat16, torch.bfloat16)
     problem = Problem(KIND, Side("logits"), Side("logits"))
-    chip = plan.HOPPER if arch in ("sm_90a", "sm_100a") else plan.NO_CHIP
+    chip = {"sm_90a": plan.HOPPER, "sm_100a": plan.BLACKWELL}.get(arch, plan.NO_CHIP)
     for vocab in (1000, 128256):
         shape = logits.layout(problem, vocab, *dtypes, wants, False, chip).shape
         variant = logits.Variant(

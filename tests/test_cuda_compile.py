@@ -44,6 +44,7 @@ from tests import kinds
 from tests.kinds import FEW, KINDS
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_120a")
+CHIPS = {"sm_90a": plan.HOPPER, "sm_100a": plan.BLACKWELL, "sm_120a": plan.SMALL_BLACKWELL}
 RECORD = Path(__file__).with_name("registers.json")
 PAIRS = [*itertools.product(("probs", "log_probs"), repeat=2)]
 MIXED_PAIRS = [("logits", "probs"), ("log_probs", "logits")]
@@ -100,7 +101,7 @@ LOGITS = {
     "two blocks, labels and figures, total and gradient": Logits(49152, True, INPUT, auxiliary=True, figures=True),
     "two blocks, smoothed labels, total and gradient": Logits(49152, True, INPUT, auxiliary=True, smoothing=True),
     "two blocks, capped, total and gradient": Logits(49152, True, INPUT, capped=True),
-    "few blocks, total and gradient": Logits(24600, True, INPUT),  # of float32 two, of three row groups
+    "few blocks, total and gradient": Logits(24576, True, INPUT),  # of float32 two, of three row groups
     "short rows": Logits(1000, False, NONE, keeps_states=True),
     "short rows, total and gradient": Logits(1000, False, INPUT),
     "short rows, both gradients": Logits(1000, False, BOTH),
@@ -209,7 +210,7 @@ class Case(NamedTuple):
         if mode.auxiliary:
             problem = dataclasses.replace(problem, weights=Weights(label=0.5, smoothing=0.1 * mode.smoothing))
         is_streamed = mode.known or mode.verb == "accumulate"
-        chip = plan.SMALL_BLACKWELL if self.arch == "sm_120a" else plan.HOPPER
+        chip = CHIPS.get(self.arch, plan.HOPPER)
         if not mode.fits:
             chip = plan.NO_CHIP if mode.in_phase else plan.NO_COPIES
         shape = logits.layout(problem, mode.vocab, x, y, mode.wants, is_streamed, chip, mode.peers, mode.figures).shape
@@ -388,7 +389,7 @@ def mixed_dtypes_and_helpers(arch):
 
 def labels_alone(arch, dtype):
     """Each launch shape."""
-    chip = plan.SMALL_BLACKWELL if arch == "sm_120a" else plan.HOPPER
+    chip = CHIPS.get(arch, plan.HOPPER)
     sources = {}
     for vocab, wants_input in itertools.product((777, 16384, 32000, 128256, 400_000), (False, True)):
         placed = plan.slices(vocab, dtype, chip, wants_input)
@@ -451,6 +452,13 @@ def test_compiles_within_its_registers(case):
 @pytest.mark.parametrize("case", dict.fromkeys([*asked_for(every_case()), *QUICK]), ids=lambda case: case.name)
 def test_every_instantiation(case):
     check(case)
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.bfloat16, 49152), (torch.float32, 24576)])
+def test_three_groups_are_compiled(dtype, vocab):
+    """Modes that are to have most warps have them."""
+    assert plan.logits(plan.Wanted(vocab, dtype, dtype), plan.HOPPER).shape.threads == 25 * 32
+    assert vocab in {LOGITS[mode].vocab for mode in (*MOST_WARPS, "few blocks, total and gradient")}
 
 
 def test_every_kernel_is_recorded():
@@ -539,9 +547,9 @@ def test_a_spill_is_an_error():
 @pytest.mark.parametrize("both", [False, True], ids=["one gradient", "both gradients"])
 @pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES[:3], repeat=2)])
 @pytest.mark.parametrize(
-    "vocab", [1, 7, 2049, 2800, 8192, 19176, 32000, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
+    "vocab", [1, 7, 2049, 2800, 8192, 19176, 24576, 32000, 49152, 50257, 128256, 151936, 262144, 400_001, 1 << 20]
 )
-@pytest.mark.parametrize("chip", [plan.HOPPER, plan.HOPPER._replace(cluster=8), plan.SMALL_BLACKWELL], ids=str)
+@pytest.mark.parametrize("chip", [*CHIPS.values(), plan.HOPPER._replace(cluster=8)], ids=str)
 def test_rows_on_chip_fit(vocab, dtypes, both, chip):
     """The pipeline holds a row's slice, its barriers can tell its rounds apart, and the block its memory."""
     x, y = dtypes
@@ -562,7 +570,7 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip):
     assert tiles <= layout.stages
     assert (layout.shape.groups - 1) * tiles < layout.stages
     assert layout.shared <= chip.block_bytes - plan.STATIC_BYTES
-    assert layout.shape.threads <= 544
+    assert layout.shape.threads <= 32 * (1 + chip.warps)
     threads = layout.shape.threads_per_row
     turns = -(-layout.slice_vectors // threads)
     assert turns <= 32  # a thread has a bit for each vector
@@ -609,7 +617,8 @@ def test_clusters_of_a_device(monkeypatch, major, clusters, cluster):
     properties = SimpleNamespace(major=major, shared_memory_per_block_optin=plan.HOPPER.block_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(device, "Launcher", Launcher)
-    assert device.admitted.__wrapped__(0, device.chip.__wrapped__(0)) == plan.HOPPER._replace(cluster=cluster)
+    found = device.admitted.__wrapped__(0, device.chip.__wrapped__(0))
+    assert found == plan.Chip(plan.HOPPER.block_bytes, cluster, 24 if major == 9 else 16)
 
 
 def test_devices_without_clusters_keep_no_rows_on_chip(monkeypatch):
@@ -648,7 +657,7 @@ def test_short_rows_fit(vocab, dtypes, goes_one_way):
     assert shape.slots in (1, 2)
     assert shape.y_offset == shape.slots * shape.groups * shape.slot_vectors * shape.width * x.itemsize
     assert layout.shared == shape.y_offset // x.itemsize * (x.itemsize + y.itemsize)
-    declared = shape.groups * (8 + 8 + 24)  # group_losses, near_losses and own_labels
+    declared = shape.groups * (8 + 8 + 24)  # group_losses, warp_losses and own_labels
     assert layout.shared + declared <= 48 << 10
     assert shape.groups >= 1
     assert shape.threads % 32 == 0

@@ -19,7 +19,8 @@ def chip(index: int) -> plan.Chip:
     shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # not in torch's stubs
     if properties.major < 9:
         return plan.NO_CHIP
-    return plan.Chip(shared, plan.MAX_CLUSTER if properties.major < 12 else plan.PORTABLE_CLUSTER)
+    known = plan.HOPPER if properties.major == 9 else plan.BLACKWELL if properties.major < 12 else plan.SMALL_BLACKWELL
+    return known._replace(block_bytes=shared)
 
 
 @functools.cache

@@ -121,11 +121,13 @@ class Chip(NamedTuple):
 
     block_bytes: int = 0  # shared memory that a block can have; 0 where there are no clusters or bulk copies
     cluster: int = PORTABLE_CLUSTER  # the largest that it admits
+    warps: int = 16  # of row groups, at most: of more the compiler spills registers there
 
 
 NO_CHIP = Chip()
 NO_COPIES = Chip(cluster=0)  # where tensors are out of phase: no row is on any chip, not even a short one
-HOPPER, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 9.0 and 10.0, and 12.0
+HOPPER = Chip(227 << 10, MAX_CLUSTER, warps=24)  # 9.0
+BLACKWELL, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 10.0, and 12.0
 RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
@@ -148,7 +150,7 @@ SHORT_THREADS, SHORT_BYTES = 256, 46 << 10
 MOST_SHORT_VECTORS = 256
 MANY_REGISTERS = 15 * 32  # threads of row groups, at most, that leave room for a second gradient,
 SOME_REGISTERS = 16 * 32  # and for what else takes more than most kernels do
-MOST_WARPS, FEW_TILES = 16, 3  # row groups of more warps want rows in so few tiles (docs/lab-notebook.md)
+FEW_TILES = 3  # of rows that more threads than those share (docs/lab-notebook.md)
 
 
 # Of one tensor's rows that are read once: threads that read a slice, and blocks of a multiprocessor, as many as fit.
@@ -241,7 +243,7 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
         return None
     per_vector, vector_bytes, waits = wanted.per_vector, wanted.vector_bytes, wanted.waits
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
-    most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else math.inf
+    most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * chip.warps
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
         slice_vectors = math.ceil(wanted.vectors / cluster)
@@ -254,7 +256,7 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
         stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
         # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
         safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
-        if threads * groups > MOST_WARPS * 32 and row_tiles > FEW_TILES:
+        if threads * groups > SOME_REGISTERS and (cluster != 2 or row_tiles > FEW_TILES):
             continue
         # Three rows on chip hide latencies best. But clusters of 4 and more leave multiprocessors idle whose
         # neighbours are taken, the larger the more: there two are better, of threads enough.
