@@ -71,9 +71,10 @@ test-gpus:                       ## on a machine with two CUDA devices: NCCL
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpus tests/test_parallel.py tests/test_symmetric.py
 
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
-	for tool in memcheck racecheck synccheck; do \
-	  PYTHONPATH=src $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py || exit 1; done
-	PYTHONPATH=src $(SANITIZE) --tool initcheck $(PYTHON) tests/sanitize.py logits labels alone short literal topk describe
+	for tool in memcheck racecheck synccheck initcheck; do \
+	  parts=$$(test $$tool = initcheck && echo logits labels alone short literal topk describe); \
+	  seq 0 7 | PYTHONPATH=src xargs -P 8 -I{} $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py --share {}/8 $$parts \
+	    || exit 1; done
 
 mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place at a time; lists what no test noticed
 	$(BIN)/python -m tests.mutate

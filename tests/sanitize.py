@@ -1,12 +1,13 @@
 """What compute-sanitizer watches (`make sanitize`): the CUDA kernels, on few rows of each sort.
 
-    compute-sanitizer --tool racecheck python tests/sanitize.py [logits] [labels] [alone] [short] [literal] [topk] ...
+    compute-sanitizer --tool racecheck python tests/sanitize.py [--share 0/8] [logits] [labels] [alone] [short] ...
 
-Values are what other tests are for; here a loss has to be a number, so that work is known to have been done.
+Most of its time a compiler has: of eight processes each takes an eighth of the cases. Values are what other tests are
+for; here a loss has to be a number, so that work is known to have been done.
 """
 
+import argparse
 import itertools
-import sys
 
 import torch
 
@@ -21,6 +22,14 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 VOCABULARIES = (128257, 49151, 8193, 600_001, 1001, 321, 201) if DEVICE == "cuda" else (1001,)
 # Elements before a row and in all beside it: none; so many that its gradient has vectors where it has; not so many
 PADDING = ((0, 0), (8, 16), (1, 3))
+
+
+share = (0, 1)  # which of how many
+
+
+def product(*choices):
+    """Of all combinations this process's share."""
+    return itertools.islice(itertools.product(*choices), share[0], None, share[1])
 
 
 def randn(*shape):
@@ -53,7 +62,7 @@ def rows(vocab, dtypes, padding=(0, 0)):
 def logits():
     weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
     cases = [(torch.bfloat16, kind) for kind in KINDS] + [(torch.float32, kind) for kind in KINDS[:2]]
-    for vocab, (dtype, kind), padding in itertools.product(VOCABULARIES, cases, PADDING):
+    for vocab, (dtype, kind), padding in product(VOCABULARIES, cases, PADDING):
         x, y = rows(vocab, (dtype, dtype), padding)
         a, b = x.detach().requires_grad_(), y.detach().requires_grad_()
         check(kullback.divergence(a, y, kind, row_weight=weight), a)
@@ -64,7 +73,7 @@ def logits():
             assert not kullback.divergence(x, y, kind).isnan()
             x[1, 4], y[2, 5], x[3] = torch.inf, torch.nan, -torch.inf
             assert kullback.divergence(x, y, kind, reduction="none")[1:4].isnan().all()
-    for dtypes in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16)):
+    for (dtypes,) in product(((torch.bfloat16, torch.float32), (torch.float16, torch.float16))):
         x, y = rows(50257, dtypes)
         a = x.detach().requires_grad_()
         check(kullback.divergence(a, y, "kl", softcap=30.0, target_softcap=20.0, valid_vocab=50001, temperature=2.0), a)
@@ -77,7 +86,7 @@ def labels():
     """Labels, z-loss and statistics of rows on chip, streamed and short; a backward of its own; logits' own place."""
     weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
     weights = {"divergence_weight": 0.5, "label_weight": 0.3, "z_weight": 1e-3}
-    for vocab, kind, dtype in itertools.product(VOCABULARIES, ("kl", "jensen_shannon"), DTYPES[:2]):
+    for vocab, kind, dtype in product(VOCABULARIES, ("kl", "jensen_shannon"), DTYPES[:2]):
         x, y = rows(vocab, (dtype, dtype))
         token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
         token[2] = -100
@@ -93,7 +102,7 @@ def labels():
 def alone():
     """Labels without a teacher: rows of a warp, of a block, of clusters."""
     weight = torch.tensor([1, 0, 2, 0.5, 1, 0, 1, 1], device=DEVICE)
-    for vocab, padding in itertools.product(VOCABULARIES, (PADDING[0], PADDING[-1])):
+    for vocab, padding in product(VOCABULARIES, (PADDING[0], PADDING[-1])):
         a = rows(vocab, DTYPES[:2], padding)[0].requires_grad_()
         token = torch.arange(8, device=DEVICE) * (vocab // 8) + 2
         token[2] = -100
@@ -105,7 +114,7 @@ def alone():
 def short():
     """More rows than are in flight at once: each is copied to the chip while the one before is worked on."""
     count = 14000 if DEVICE == "cuda" else 40
-    for vocab, kind in itertools.product((1001, 777, 321, 201), ("kl", "jensen_shannon", "total_variation")):
+    for vocab, kind in product((1001, 777, 321, 201), ("kl", "jensen_shannon", "total_variation")):
         y = 3 * randn(count, vocab)
         x, y = (y + randn(count, vocab)).bfloat16().requires_grad_(), y.bfloat16()
         check(kullback.divergence(x, y, kind, row_weight=torch.arange(count, device=DEVICE) % 5), x)
@@ -114,7 +123,7 @@ def short():
 def literal():
     """Probabilities and their logarithms: all rows at once, rows of a block, of a warp, of eight threads, of one."""
     vocabularies = (4099, 1001, 33, 1) if DEVICE == "cuda" else (33,)
-    for vocab, dtype, form in itertools.product(vocabularies, DTYPES, ("probs", "log_probs")):
+    for vocab, dtype, form in product(vocabularies, DTYPES, ("probs", "log_probs")):
         x, y = (t.softmax(-1) if form == "probs" else t.log_softmax(-1) for t in randn(2, 8, vocab))
         a, b = x.to(dtype).requires_grad_(), y.to(dtype).requires_grad_()
         for kind in ("kl", "renyi"):
@@ -126,7 +135,7 @@ def literal():
 
 def topk():
     forms, tails = ("log_probs", "probs", "logits"), ("bucket", "renormalize", "zero")
-    for dtype, form, tail in itertools.product(DTYPES, forms, tails):
+    for dtype, form, tail in product(DTYPES, forms, tails):
         if form == "logits" and tail == "bucket":
             continue
         x = randn(9, 4103).to(dtype)[1:, 1:].requires_grad_()
@@ -143,7 +152,7 @@ def topk():
 
 def describe():
     """Rows whose sides begin at unlike elements, too; capped logits; one side alone."""
-    for vocab, dtype, (first, more) in itertools.product((50257, 1001, 3), DTYPES, PADDING):
+    for vocab, dtype, (first, more) in product((50257, 1001, 3), DTYPES, PADDING):
         x, y = rows(max(vocab, 9), (dtype, dtype), (first, more))
         label = torch.arange(8, device=DEVICE)
         label[3] = -100
@@ -154,7 +163,7 @@ def describe():
 
 def linear():
     """Not for initcheck, which does not see that cuBLAS writes by bulk stores."""
-    for kind in KINDS[:2]:
+    for (kind,) in product(KINDS[:2]):
         hidden, head = randn(70, 64).bfloat16().requires_grad_(), randn(4099, 64).bfloat16().requires_grad_()
         teacher, teacher_head = randn(70, 96).bfloat16(), randn(4099, 96).bfloat16()
         check(kullback.linear_divergence(hidden, head, teacher, teacher_head, kind, chunk_rows=32), hidden, head)
@@ -171,8 +180,15 @@ if __name__ == "__main__":
         "describe": describe,
         "linear": linear,
     }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--share", default="0/1", help="which of how many: 0/8 to 7/8")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; by default all")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - parts.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(parts)}")
+    share = tuple(map(int, arguments.share.split("/")))
     torch.manual_seed(0)
     with kullback.backend(BACKEND):
-        for name in sys.argv[1:] or parts:
+        for name in arguments.parts or parts:
             parts[name]()
             print(f"{name}: done on {DEVICE}, {kullback.backend_info().name}")
