@@ -298,9 +298,9 @@ def logits_cases():
     for kind, mode in itertools.product(FEW, OF_FLOAT32):
         if kind == "kl" or mode == "rounded gradient":
             yield Case("sm_90a", kind, "logits", "logits", torch.float32, mode)
-    for kind, mode in itertools.product(("jensen_shannon", "skew_kl", "alpha"), LOGITS):
-        if mode.startswith(("two blocks, smoothed", "two blocks, capped")):
-            yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
+    of_two_blocks = (f"two blocks, {what}, total and gradient" for what in ("smoothed labels", "capped"))
+    for kind, mode in itertools.product(("jensen_shannon", "skew_kl", "alpha"), of_two_blocks):
+        yield Case("sm_90a", kind, "logits", "logits", torch.bfloat16, mode)
     for kind in KINDS:
         yield Case("sm_90a", kind, "logits", "logits", torch.float32, "few blocks, total and gradient")
     # Rows of kl and reverse_kl have a mode of their own where gradients have float32.

@@ -245,11 +245,10 @@ def _prepared(
     chip: plan.Chip,
 ) -> tuple[Launcher, tuple[int | float, ...], int]:
     """The kernel, those of its arguments that all calls of such tensors share, and how many warps share a row."""
-    placed = layout(problem, vocab, *dtypes[:2], wants, has_known, chip, has_peers, has_figures)
+    place = functools.partial(layout, problem, vocab, *dtypes[:2], wants, has_known)
+    placed = place(chip, has_peers, has_figures)
     if placed.cluster > plan.PORTABLE_CLUSTER:
-        placed = layout(
-            problem, vocab, *dtypes[:2], wants, has_known, device.admitted(index, chip), has_peers, has_figures
-        )
+        placed = place(device.admitted(index, chip), has_peers, has_figures)
     capped = problem.input.softcap != 0, problem.target.softcap != 0
     kind, form, target_form = problem.kind, problem.input.form, problem.target.form
     known = has_known and verb == "gradient"

@@ -229,7 +229,8 @@ INLINE float heavy_term(const Arguments &a, float q, float p, const Row &fast, c
     return stable.term;
 }
 
-/* Adds this thread's part of the row's sum, by the fast formula. Few tokens have much mass: what that formula made of them is replaced. */
+/* Adds this thread's part of the row's sum, by the fast formula. Few tokens have much mass: what that formula made of them is
+   replaced. */
 template <bool WRITES, bool LAST, bool SURE>
 INLINE void find_term_by_fast_formula(RowTerms<SURE> &found, const Slice &slice, Pipeline &pipeline, RowGroup &group,
                                       const RowStats &stats, const Sums &sums, const Row &row, GradOut grad_out)

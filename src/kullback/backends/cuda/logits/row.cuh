@@ -16,7 +16,8 @@ namespace kullback {
 #define MIN_CHERNOFF 1e-25f
 
 SHARED_ARRAY(double, group_losses, GROUPS); /* each of its group's first thread */
-SHARED_ARRAY(double, warp_losses, GROUPS *WARPS); /* each warp's own: of rows whose loss nobody waits for, and of what is found when all are read */
+/* Each warp's own: of rows whose loss nobody waits for, and of what is found when all are read */
+SHARED_ARRAY(double, warp_losses, GROUPS *WARPS);
 
 enum { EQUAL = SAFE + 1 }; /* of a row whose sides are the same: it loses 0, and its gradients are 0 */
 
@@ -31,7 +32,7 @@ struct Found {
     SlopeScale cached = { 1, 0 };
 };
 
-/* For a finish: what follows from it alone is found for each row, since kept it would take registers. */
+/* For a finish: what follows from it alone is found for each row: kept, it would take registers. */
 INLINE float finish_parameter(const Arguments &a) { return FINISH_IS_IDENTITY ? a.parameter : opaque(a.parameter); }
 
 INLINE bool is_finite(const Sums &sums)
