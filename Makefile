@@ -73,8 +73,9 @@ test-gpus:                       ## on a machine with two CUDA devices: NCCL
 sanitize:                        ## the same machine; compute-sanitizer is of the CUDA toolkit
 	for tool in memcheck racecheck synccheck initcheck; do \
 	  parts=$$(test $$tool = initcheck && echo logits labels alone short literal topk describe); \
-	  seq 0 7 | PYTHONPATH=src xargs -P 8 -I{} $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py --share {}/8 $$parts \
-	    || exit 1; done
+	  option=$$(test $$tool = racecheck && echo --each-lane-arrives); \
+	  seq 0 15 | PYTHONPATH=src xargs -P 16 -I{} $(SANITIZE) --tool $$tool $(PYTHON) tests/sanitize.py --share {}/16 $$option \
+	    $$parts || exit 1; done
 
 mutate: $(VENV)/.installed       ## breaks formulas, forms and drivers one place at a time; lists what no test noticed
 	$(BIN)/python -m tests.mutate
