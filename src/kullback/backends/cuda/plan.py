@@ -121,13 +121,14 @@ class Chip(NamedTuple):
 
     block_bytes: int = 0  # shared memory that a block can have; 0 where there are no clusters or bulk copies
     cluster: int = PORTABLE_CLUSTER  # the largest that it admits
-    warps: int = 16  # of row groups, at most: of more the compiler spills registers there
+    warps: int = 16  # of row groups, at most: of more the compiler spills registers there;
+    caching_warps: int = 16  # and where masses and derivatives take the place of float32 logits
 
 
 NO_CHIP = Chip()
 NO_COPIES = Chip(cluster=0)  # where tensors are out of phase: no row is on any chip, not even a short one
-HOPPER = Chip(227 << 10, MAX_CLUSTER, warps=24)  # 9.0
-BLACKWELL, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER), Chip(99 << 10)  # 10.0, and 12.0
+HOPPER = Chip(227 << 10, MAX_CLUSTER, warps=24, caching_warps=24)  # 9.0
+BLACKWELL, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER, caching_warps=15), Chip(99 << 10)  # 10.0, and 12.0
 RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
@@ -244,6 +245,8 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
     per_vector, vector_bytes, waits = wanted.per_vector, wanted.vector_bytes, wanted.waits
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
     most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * chip.warps
+    if wanted.caches_slopes and wanted.x == torch.float32:
+        most_threads = min(most_threads, 32 * chip.caching_warps)
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
         slice_vectors = math.ceil(wanted.vectors / cluster)
