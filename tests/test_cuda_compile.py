@@ -179,11 +179,6 @@ class Case(NamedTuple):
         return 168 if self.has_logits else 65536 // plan.THREADS // self.literal_shape().min_blocks
 
     @property
-    def most_spilled(self) -> int:
-        """Bytes. For 10.0 ptxas 13.5 keeps a number of literal rows in memory: once a row, and not in a row's loop."""
-        return 0 if self.has_logits or self.arch != "sm_100a" else 32
-
-    @property
     def most_collectives(self) -> int | None:
         """Of rows on chip: the producer alone may assert, and labels' losses may be added at the end."""
         if not (self.has_logits and self.arch == "sm_90a" and self.mode in ON_CHIP):
@@ -359,7 +354,6 @@ class Other(NamedTuple):
     text: str
     most_collectives: int | None = None
     most_registers: int = 255
-    most_spilled: int = 0
 
     @property
     def name(self) -> str:
@@ -434,18 +428,18 @@ def digest(source):
     return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()[:16]
 
 
-def compile_case(case):
-    """Without a register spilled, or with few where no loop has them, and warps together."""
+def compile_case(case, most_spilled=0):
+    """Without a register spilled, but for so many bytes, and warps together."""
     source = case.source()
-    code, used = built(source, case.arch, case.most_spilled)
+    code, used = built(source, case.arch, most_spilled)
     assert case.most_collectives is None or collectives(code) <= case.most_collectives
     assert used <= case.most_registers
     return Found(used, digest(source))
 
 
-def check(case):
+def check(case, most_spilled=0):
     compiler, record = read_record()
-    found = compile_case(case)
+    found = compile_case(case, most_spilled)
     if compiler == nvrtc_version() and case.name in record:
         assert found.registers <= record[case.name].registers
 
@@ -459,7 +453,8 @@ def test_compiles_within_its_registers(case):
 @pytest.mark.full
 @pytest.mark.parametrize("case", dict.fromkeys([*asked_for(every_case()), *QUICK]), ids=lambda case: case.name)
 def test_every_instantiation(case):
-    check(case)
+    """Of a few literal kernels ptxas 13.5, not 13.0, spills up to 40 bytes: once a row, or of one once a tile."""
+    check(case, 0 if case in QUICK or case.has_logits else 40)
 
 
 @pytest.mark.parametrize(("dtype", "vocab"), [(torch.bfloat16, 49152), (torch.float32, 24576)])
