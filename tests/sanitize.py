@@ -45,7 +45,8 @@ def let_few_blocks_run():
 
 
 # A warp's first lane says that it has read a tile, after a __syncwarp that the compiler leaves out of code where lanes
-# are together anyway. racecheck then takes the other lanes' reads for unordered. File, text, and what replaces it.
+# are together anyway. racecheck then takes the other lanes' reads for unordered. Where each arrives, it cannot tell of
+# one that would read on after the first has arrived. File, text, and what replaces it.
 EACH_LANE_ARRIVES = (
     ("cuda/logits/pipeline.cuh", "if (group.thread % 32 == 0)\n        mbarrier_arrive", "mbarrier_arrive"),
     ("cuda/logits/kernel.cuh", "i / a.stages == 1 ? WARPS : 1", "i / a.stages == 1 ? 32 * WARPS : 1"),
