@@ -15,6 +15,7 @@ from kullback.divergences import DIVERGENCES
 from kullback.problem import Problem, Side
 from tests import kinds, oracle, test_divergences
 from tests.samples import apart, batch, dead, equal, far, masked, sample
+from tests.test_cuda_compile import CHIPS
 from tests.tolerances import BF16_GRADIENT, LOSS, relative_error
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +114,7 @@ def test_its_cuda_kernels_run(triangular, backend, generator, dtype):
 def test_its_cuda_kernels_compile(triangular, arch):
     wants, dtypes = (True, False), (torch.bfloat16, torch.bfloat16)
     problem = Problem(KIND, Side("logits"), Side("logits"))
-    chip = {"sm_90a": plan.HOPPER, "sm_100a": plan.BLACKWELL}.get(arch, plan.NO_CHIP)
+    chip = CHIPS.get(arch, plan.NO_CHIP)
     for vocab in (1000, 128256):
         shape = logits.layout(problem, vocab, *dtypes, wants, False, chip).shape
         variant = logits.Variant(

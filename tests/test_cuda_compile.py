@@ -247,7 +247,7 @@ class Case(NamedTuple):
 def built(source, arch, most_spilled=0):
     """The code, and how many registers it uses."""
     log = io.StringIO()
-    code = compiled(source, arch, ("-v", *(() if most_spilled else ("-warn-spills", "-Werror"))), log)
+    code = compiled(source, arch, ("-v", "-Werror", *(() if most_spilled else ("-warn-spills",))), log)
     assert max(map(int, re.findall(r"(\d+) bytes spill stores", log.getvalue()))) <= most_spilled
     return code, max(map(int, re.findall(r"Used (\d+) registers", log.getvalue())))
 

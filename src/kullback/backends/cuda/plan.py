@@ -244,9 +244,8 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
         return None
     per_vector, vector_bytes, waits = wanted.per_vector, wanted.vector_bytes, wanted.waits
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
-    most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * chip.warps
-    if wanted.caches_slopes and wanted.x == torch.float32:
-        most_threads = min(most_threads, 32 * chip.caching_warps)
+    warps = chip.caching_warps if wanted.caches_slopes and wanted.x == torch.float32 else chip.warps
+    most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * warps
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
         slice_vectors = math.ceil(wanted.vectors / cluster)
