@@ -49,7 +49,7 @@ def let_few_blocks_run():
 # one that would read on after the first has arrived. File, text, and what replaces it.
 EACH_LANE_ARRIVES = (
     ("cuda/logits/pipeline.cuh", "if (group.thread % 32 == 0)\n        mbarrier_arrive", "mbarrier_arrive"),
-    ("cuda/logits/kernel.cuh", "i / a.stages == 1 ? WARPS : 1", "i / a.stages == 1 ? 32 * WARPS : 1"),
+    ("cuda/logits/kernel.cuh", "(tile.empty(), WARPS)", "(tile.empty(), 32 * WARPS)"),
     ("cuda/cross_entropy.cuh", "if (threadIdx.x % WARP == 0)\n                mbarrier_arrive", "mbarrier_arrive"),
     ("cuda/cross_entropy.cuh", "(memory.empty(stage), WARPS)", "(memory.empty(stage), 32 * WARPS)"),
 )

@@ -563,10 +563,14 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip):
         most = 69 << 10 if chip == plan.SMALL_BLACKWELL else 190 << 10
         assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / chip.cluster > most
         return
-    kept = layout.stages * layout.tile_vectors * layout.shape.width
+    assert layout.stage_vectors - layout.tile_vectors in (
+        (0,) if vocab % (layout.shape.width * plan.ALIGNMENT) == 0 else (plan.ALIGNMENT,)
+    )
+    kept = layout.stages * layout.stage_vectors * layout.shape.width
+    assert layout.tile_vectors % plan.ALIGNMENT == layout.slice_vectors % plan.ALIGNMENT == 0
     assert kept * x.itemsize <= layout.shape.y_offset
-    assert layout.shape.y_offset + kept * y.itemsize <= layout.exchange_offset < layout.barrier_offset < layout.shared
-    assert layout.shape.y_offset % 128 == layout.exchange_offset % 16 == layout.barrier_offset % 8 == 0
+    assert layout.shape.y_offset + kept * y.itemsize <= layout.exchange_offset < layout.header_offset < layout.shared
+    assert layout.shape.y_offset % 128 == layout.exchange_offset % 16 == layout.header_offset % 16 == 0
     assert layout.stages <= plan.MAX_STAGES
     assert layout.slice_vectors * layout.cluster >= vocab // layout.shape.width
     tiles = -(-layout.slice_vectors // layout.tile_vectors)

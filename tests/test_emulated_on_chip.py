@@ -507,6 +507,41 @@ def test_masked_near_rows_whose_maxima_a_sample_misses(backend, generator, kind)
     assert relative_error(ours, expected) < BF16_GRADIENT
 
 
+@pytest.mark.parametrize("kind", ["jensen_shannon", "alpha", "renyi"])
+def test_near_rows_whose_sides_lie_apart(backend, generator, kind):
+    """By so much that what their difference of log-sum-exps has beyond a float shows in a loss, 3e-6 of it."""
+    x = torch.randn(12, 13341, generator=generator).mul_(6).round_().div_(2)
+    apart_by = torch.linspace(600, 1000, 12).mul(2).round().div(2)[:, None]
+    y = x + apart_by + torch.randn(x.shape, generator=generator).mul_(0.35).round_().div_(2)
+    truth = oracle.divergence(x.double(), y.double(), kind, **kinds.parameters(kind))
+    assert ((truth > 1e-3) & (truth < 0.04)).all()  # near
+    losses = kullback.divergence(x.half(), y.half(), kind, reduction="none", **kinds.parameters(kind))
+    assert ((losses - truth) / truth).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["kl", "jensen_shannon", "alpha"])
+def test_rows_are_the_same_wherever_their_lines_begin(backend, generator, kind):
+    """To the bit: of memory's lines of 128 bytes, to which vectors of 16 on chip are kept."""
+    vocab = 13341
+    y = 3 * torch.randn(4, vocab, generator=generator)
+    x = y + torch.tensor([1.0, 0.3, 0.05, 0.3])[:, None] * torch.randn(y.shape, generator=generator)
+    x[3, ::500] -= 9  # far tokens of a row that is near
+    labels = torch.tensor([0, 7000, vocab - 1, 500])
+
+    def found(first):
+        sides = []
+        for side in (x, y):
+            memory = torch.zeros(side.numel() + 64, dtype=torch.bfloat16)
+            memory[first : first + side.numel()] = side.flatten()
+            sides.append(memory[first : first + side.numel()].view(side.shape))
+        leaf = sides[0].requires_grad_()
+        losses = kullback.divergence(leaf, sides[1], kind, labels=labels, label_weight=0.3, reduction="none")
+        return losses.detach(), *torch.autograd.grad(losses.sum(), leaf)
+
+    expected = found(0)
+    assert all(all(map(torch.equal, found(8 * vectors), expected)) for vectors in range(1, 8))
+
+
 def test_what_racecheck_watches(backend, monkeypatch, generator):
     """With barriers told as that tool knows them, kernels find the same to the bit."""
     x, y = (torch.randn(50, 13341, generator=generator).bfloat16() for _ in range(2))  # more than stages hold

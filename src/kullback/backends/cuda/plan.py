@@ -77,6 +77,7 @@ class LogitsShape:
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
     max_cluster: int = PORTABLE_CLUSTER  # blocks that share a row, at most: code for fewer is the same
+    has_lead: bool = False  # whether rows may begin within lines of memory
 
     @property
     def threads(self) -> int:
@@ -92,6 +93,8 @@ class LogitsShape:
             "MAX_CLUSTER": self.max_cluster,
             "EXCHANGE_SLOTS": EXCHANGE_SLOTS,
             "PARTIAL_BYTES": PARTIAL_BYTES,
+            "HAS_LEAD": self.has_lead,
+            "HEADER_BYTES": HEADER_BYTES,
             "WIDTH": self.width,
             "MIN_BLOCKS": self.min_blocks,
             "SLOTS": self.slots,
@@ -108,11 +111,12 @@ class Layout:
     shape: LogitsShape
     cluster: int = 1  # blocks that share a row
     stages: int = 0  # of the pipeline
+    stage_vectors: int = 0  # that one has room for
     tile_vectors: int = 0  # of each tensor, in a stage
     slice_vectors: int = 0  # of a row in a block, at most
     row_tiles: int = 0  # stages that they take
     exchange_offset: int = 0  # in shared memory, behind the target's stages
-    barrier_offset: int = 0  # behind that
+    header_offset: int = 0  # of the stages' headers, behind that and its barriers
     shared: int = 0  # bytes of dynamic shared memory a block
 
 
@@ -131,9 +135,9 @@ HOPPER = Chip(227 << 10, MAX_CLUSTER, warps=24, caching_warps=24)  # 9.0
 BLACKWELL, SMALL_BLACKWELL = Chip(227 << 10, MAX_CLUSTER, caching_warps=15), Chip(99 << 10)  # 10.0, and 12.0
 RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
-ALIGNMENT = 8  # of either tensor's part of shared memory, in vectors
-BARRIER_BYTES, ROW_MAX_BYTES, LABEL_BYTES = 8, 8, 16
-MAX_STAGES = 20  # that have barriers, and estimated maxima
+ALIGNMENT = 8  # in vectors, of either tensor's part of shared memory, of tiles and of slices: lines of 128 bytes
+BARRIER_BYTES = 8
+HEADER_BYTES, MAX_STAGES = 48, 15  # of a stage: barriers, a row's estimated maxima, its label
 EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
 MIN_TILE_BYTES = 13 << 10  # where a row has as many
 
@@ -248,14 +252,16 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
     most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * warps
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
-        slice_vectors = math.ceil(wanted.vectors / cluster)
+        slice_vectors = math.ceil(wanted.vectors / cluster / ALIGNMENT) * ALIGNMENT
         exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
-        barrier_bytes = (2 * MAX_STAGES + groups * EXCHANGE_SLOTS) * BARRIER_BYTES + MAX_STAGES * ROW_MAX_BYTES
-        barrier_bytes += MAX_STAGES * LABEL_BYTES if wanted.labelled else 0
+        exchange_bytes += groups * EXCHANGE_SLOTS * BARRIER_BYTES
+        header_bytes = MAX_STAGES * HEADER_BYTES
         # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
-        rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - barrier_bytes
+        rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - header_bytes
         room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
-        stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room)
+        # Rows that do not begin with lines lie on chip as in memory, by as much of a line later.
+        lead = 0 if wanted.vectors * per_vector == wanted.vocab and wanted.vectors % ALIGNMENT == 0 else ALIGNMENT
+        stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room, lead)
         # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
         safe = (groups - 1) * row_tiles < stages and row_tiles <= stages
         if threads * groups > SOME_REGISTERS and (cluster != 2 or row_tiles > FEW_TILES):
@@ -274,12 +280,14 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
                 caches_slopes=wanted.caches_slopes,
                 y_offset=y_offset,
                 max_cluster=max(cluster, PORTABLE_CLUSTER),
+                has_lead=lead > 0,
             )
-            exchange_offset = y_offset + stages * tile_vectors * per_vector * wanted.y.itemsize
-            barrier_offset = exchange_offset + exchange_bytes
-            shared = barrier_offset + barrier_bytes
-            in_memory = exchange_offset, barrier_offset, shared
-            return Layout(shape, cluster, stages, tile_vectors, slice_vectors, row_tiles, *in_memory)
+            stage_vectors = tile_vectors + lead
+            exchange_offset = y_offset + stages * stage_vectors * per_vector * wanted.y.itemsize
+            header_offset = exchange_offset + exchange_bytes
+            shared = header_offset + header_bytes
+            in_memory = exchange_offset, header_offset, shared
+            return Layout(shape, cluster, stages, stage_vectors, tile_vectors, slice_vectors, row_tiles, *in_memory)
     return None
 
 
@@ -311,8 +319,8 @@ def _short(wanted: Wanted, copies: bool) -> Layout:
     return Layout(shape, slice_vectors=vectors, shared=slots * groups * slot * wanted.vector_bytes)
 
 
-def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) -> tuple[int, int, int]:
-    """Stages, vectors of each, and stages that a row takes: the most rows on chip, in the fewest tiles.
+def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int, lead: int) -> tuple[int, int, int]:
+    """Stages, vectors of a tile, and stages that a row takes: the most rows on chip, in the fewest tiles.
 
     Tiles keep threads as busy as the whole row does. More than one, where a row is as long as two stages, so that the
     next row's first can come early.
@@ -320,10 +328,10 @@ def _pipeline(slice_vectors: int, vector_bytes: int, threads: int, room: int) ->
     pipelines = []
     most = max(slice_vectors * vector_bytes // MIN_TILE_BYTES, 1)
     for tiles in range(min(2, most), most + 1):
-        even = math.ceil(slice_vectors / tiles)
+        even = math.ceil(slice_vectors / tiles / ALIGNMENT) * ALIGNMENT
         for vectors in (even, math.ceil(even / threads) * threads):
             last = slice_vectors - (tiles - 1) * vectors
             turns = (tiles - 1) * math.ceil(vectors / threads) + math.ceil(last / threads)
             if last > 0 and turns == math.ceil(slice_vectors / threads):
-                pipelines.append((min(room // vectors, MAX_STAGES), vectors, tiles))
+                pipelines.append((min(room // (vectors + lead), MAX_STAGES), vectors, tiles))
     return max(pipelines, key=lambda pipeline: (pipeline[0] / pipeline[2], -pipeline[2]))

@@ -295,11 +295,12 @@ def _prepared(
         **_packed("narrow", MOST_TERMS, _as_cached(kind, narrow)),
         **_packed("fine", MOST_FLOAT_TERMS, fine),
         stages=placed.stages,
+        stage_vectors=placed.stage_vectors,
         tile_vectors=placed.tile_vectors,
         slice_vectors=placed.slice_vectors,
         row_tiles=placed.row_tiles,
         exchange_offset=placed.exchange_offset,
-        barrier_offset=placed.barrier_offset,
+        header_offset=placed.header_offset,
     )
     return _launcher(index, placed, variant), setup, placed.cluster * max(1, placed.shape.threads_per_row // 32)
 

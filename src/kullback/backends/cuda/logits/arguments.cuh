@@ -38,9 +38,9 @@ struct Setup {
     /* Likewise: of term, from r² on, or from |r| on; above of the slope as it is cached, from r on, or of its sign */
     long long near[MOST_TERMS], narrow[MOST_TERMS];
     long long fine[MOST_FINE_TERMS]; /* of term, from r² on; above of d_log_q - d_log_p, from r on */
-    int stages, tile_vectors; /* of the pipeline; vectors of a stage, of either tensor */
+    int stages, stage_vectors, tile_vectors; /* of the pipeline; of a stage and of its tile, vectors of either tensor */
     int slice_vectors, row_tiles; /* vectors of a row that a block has, at most, and tiles that they take */
-    int exchange_offset, barrier_offset; /* in shared memory; an exchange slot is [cluster · WARPS, 4] floats */
+    int exchange_offset, header_offset; /* in shared memory; an exchange slot is [cluster · WARPS, 4] floats */
 };
 
 /* Where ranks have slices of the rows: how they exchange numbers (ranks.cuh) */

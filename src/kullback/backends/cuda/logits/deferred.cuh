@@ -37,10 +37,10 @@ template <> struct Places<false> {
         const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
         const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
         const int tile = i / each, vector = thread + i % each * THREADS_PER_ROW;
-        int stage = pipeline.stage() + tile;
+        int stage = pipeline.stage + tile;
         stage -= stage >= pipeline.stages ? pipeline.stages : 0;
         return Place { slice.head + (slice.first + tile * pipeline.vectors + vector) * WIDTH,
-                       (stage * pipeline.vectors + vector) * WIDTH };
+                       (stage * pipeline.stage_vectors + slice.lead + vector) * WIDTH };
     }
 };
 #else
@@ -134,13 +134,12 @@ INLINE void each_marking(const Slice &slice, Pipeline &pipeline, const RowGroup 
 #if RESIDENT
     if constexpr (LAST) {
         each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
-            const long long elsewhere = (slice.first + start) * (long long)X_BYTES - first_address(tile); /* in the row */
             unsigned marks = 0;
-            int address = first_address(tile) + group.thread * X_BYTES;
-#pragma unroll 1
-            for (; address < end_address(tile, count); address += THREADS_PER_ROW * X_BYTES)
-                marks = 2 * marks + !now(ld_shared<X>(address), ld_shared<Y>(y_address(address)), elsewhere + (unsigned)address, address);
-            marked(marks, Places<true> { address, slice.head + (int)(elsewhere / (int)sizeof(X)) });
+            const int next = each_of_tile(slice, tile, group, start, count, [&](const Packed<X> &x, const Packed<Y> &y, long long before,
+                                                                                int address) {
+                marks = 2 * marks + !now(x, y, before, address);
+            });
+            marked(marks, Places<true> { next, slice.head + (int)(bytes_before(slice, tile, start) / (int)sizeof(X)) });
             release_stage(tile, group);
         });
     } else {

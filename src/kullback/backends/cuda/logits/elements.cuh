@@ -25,7 +25,12 @@ INLINE double scaling_error(float max, float inv_temperature)
 }
 
 /* log(y / x); exchanging them changes the sign and not a bit */
-INLINE float log_quotient_of(float y, float x) { return y < x ? -logf(x / y) : logf(y / x); }
+INLINE float log_quotient_of(float y, float x)
+{
+    const bool is_less = y < x;
+    const float size = logf((is_less ? x : y) / (is_less ? y : x));
+    return is_less ? -size : size;
+}
 
 /* A row's log-sum-exp as an exponent, and what its masses sum to when that was rounded */
 INLINE float log2_z(float max, float sum_exp, float inv_temperature)

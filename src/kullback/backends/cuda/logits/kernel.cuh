@@ -65,6 +65,7 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
 #endif
     const auto produce_row = [&](unsigned r, unsigned turn, RowMax own) {
         const Slice slice = slice_of(a, r, cta_rank());
+        pipeline.lead = slice.lead;
         const X *x = slice.x() + slice.head + slice.first * WIDTH;
         const Y *y = slice.y() + slice.head + slice.first * WIDTH;
 #if HAS_AUXILIARY
@@ -77,13 +78,14 @@ INLINE void produce_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
             cp_async_bulk_prefetch_L2(y, (unsigned)slice.vectors * (unsigned)Y_BYTES);
         }
         each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
-            mbarrier_wait(tile.empty(), tile.phase() ^ 1);
+            mbarrier_wait(tile.empty(), tile.phase ^ 1);
             if (!elect_sync())
                 return;
+            fence_proxy_async(); /* what has been read of the stage comes before what is copied to it */
             if (start == 0) {
-                *tile.row_max() = own;
+                tile.header()->row_max = own;
 #if HAS_AUXILIARY
-                *tile.label() = own_label;
+                tile.header()->label = own_label;
 #endif
             }
             mbarrier_arrive_expect_tx(tile.full(), (unsigned)max(count, 0) * (unsigned)(X_BYTES + Y_BYTES));
@@ -126,7 +128,8 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     const int index = group.index;
     /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
     const int step = a.row_weight ? 1 : GROUPS, behind = a.row_weight ? 0 : index;
-    pipeline.advance(behind * pipeline.row_tiles);
+    for (int row = 0; row < behind; row++)
+        pipeline.advance(pipeline.row_tiles);
     each_row(a, first_row(index) + behind * row_step(), step, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
         if (!is_read) {
             if (r / row_step() % GROUPS == index)
@@ -135,7 +138,8 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         }
         if (step == GROUPS || group.turn++ % GROUPS == index)
             process_row(slice_of(a, r, cta_rank()), pipeline, group);
-        pipeline.advance(step * pipeline.row_tiles);
+        for (int row = 0; row < step; row++)
+            pipeline.advance(pipeline.row_tiles);
     });
 }
 #else
@@ -222,12 +226,18 @@ INLINE void run(Arguments a)
 #if RESIDENT
     group.cluster = cluster_nctarank();
     pipeline.stages = a.stages;
+    pipeline.stage_vectors = a.stage_vectors;
     pipeline.vectors = a.tile_vectors;
     pipeline.row_tiles = a.row_tiles;
-    pipeline.barriers = a.barrier_offset;
-    if (threadIdx.x == 0) /* full and arrived: the one that says what to expect; empty: each warp that has read */
-        for (int i = 0; i < 2 * a.stages + GROUPS * EXCHANGE_SLOTS; i++)
-            mbarrier_init(pipeline.barrier(i), i / a.stages == 1 ? WARPS : 1);
+    pipeline.headers = a.header_offset;
+    if (threadIdx.x == 0) {
+        for (Pipeline tile = pipeline; tile.phase == 0; tile.advance(1)) {
+            mbarrier_init(tile.full(), 1); /* by the one that says what to expect, as are arrivals */
+            mbarrier_init(tile.empty(), WARPS); /* by each that has read */
+        }
+        for (int slot = 0; slot < GROUPS * EXCHANGE_SLOTS; slot++)
+            mbarrier_init(pipeline.arrived(slot), 1);
+    }
     barrier_cluster();
     if (index == GROUPS)
         produce_rows(a, pipeline, group);

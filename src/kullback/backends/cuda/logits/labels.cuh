@@ -45,10 +45,12 @@ SHARED_ARRAY(OwnLabel, own_labels, GROUPS);
 INLINE OwnLabel &own_label() { return own_labels[threadIdx.x / THREADS_PER_ROW]; } /* found again: so no register holds it */
 
 #if RESIDENT
-INLINE Label label_of(const Pipeline &pipeline) { return *pipeline.label(); }
+INLINE Label label_of(const Pipeline &pipeline) { return pipeline.header()->label; }
 #else
 INLINE Label label_of(const Pipeline &) { return own_label().label; }
 #endif
+
+static_assert(!(KNOWN && HAS_AUXILIARY && RESIDENT)); /* else a stage may be another row's while its label is asked for */
 
 /* Whether this thread has the token's vector, or has it among the edges */
 INLINE bool has_token(const Slice &slice, const Pipeline &pipeline, const RowGroup &group, int token)

@@ -17,6 +17,13 @@ template <int COUNT, int STEP, typename F> INLINE float polynomial(F factor, flo
     return sum;
 }
 
+/* What sum = a + b was rounded by (Knuth); the same when a and b are exchanged */
+INLINE float rounding_of_sum(float a, float b, float sum)
+{
+    const float other = sum - a;
+    return (a - (sum - other)) + (b - other);
+}
+
 /* Of a row whose temperatures are equal */
 struct LogRatio {
     float half, less; /* of the exponent of √(p·q): half · (x + y) - less */
@@ -27,13 +34,15 @@ struct LogRatio {
     {
         const float scale = base_2(a.input_inv_temperature);
         const double found = log_z_diff_of(a, stats);
-        double exponent = 0.5 * ((double)mul_rn(stats.x_max, scale) + (double)mul_rn(stats.y_max, scale))
-            + 0.5 * (double)(log2f(stats.x_sum_exp) + log2f(stats.y_sum_exp));
-        if (!IS_16_BIT)
-            exponent -= 0.5 * (double)scale * ((double)stats.x_max + (double)stats.y_max);
+        const auto exponent_of = [&](float max) { /* or, of logits that are given less their maximum, its rounding */
+            const float exponent = mul_rn(max, scale);
+            return IS_16_BIT ? exponent : -fmaf(max, scale, -exponent);
+        };
+        const float x = exponent_of(stats.x_max), y = exponent_of(stats.y_max), of_max = x + y;
+        const float of_sums = log2f(stats.x_sum_exp * stats.y_sum_exp), both = of_max + of_sums; /* no product underflows: MIN_SUM_EXP */
         half = 0.5f * scale;
-        less = (float)exponent;
-        rest = ex2((float)((double)less - exponent));
+        less = 0.5f * both;
+        rest = ex2(-0.5f * (rounding_of_sum(x, y, of_max) + rounding_of_sum(of_max, of_sums, both)));
         x_max = stats.x_max;
         y_max = stats.y_max;
         inv_temperature = a.input_inv_temperature;
@@ -44,10 +53,12 @@ struct LogRatio {
     /* log(p / q); NaN of two -inf */
     INLINE float of(float x, float y) const
     {
-        if (IS_16_BIT)
-            return fmaf(y - x, inv_temperature, -log_z_diff) - log_z_diff_low;
-        return near_logit_ratio(y, y_max, inv_temperature, x, x_max, inv_temperature, log_z_diff, log_z_diff_low);
+        return IS_16_BIT ? shifted(x, y) - log_z_diff_low
+                         : near_logit_ratio(y, y_max, inv_temperature, x, x_max, inv_temperature, log_z_diff, log_z_diff_low);
     }
+    /* The same and `shift`, an instruction less */
+    INLINE float shifted(float x, float y) const { return IS_16_BIT ? fmaf(y - x, inv_temperature, -log_z_diff) : of(x, y); }
+    INLINE float shift() const { return IS_16_BIT ? log_z_diff_low : 0; }
     /* √(p·q), but for the factor `rest`; the same when x and y are exchanged */
     INLINE float root(float x, float y) const
     {

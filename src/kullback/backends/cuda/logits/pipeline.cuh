@@ -43,6 +43,7 @@ struct Slice {
     unsigned row;
     int head, first, vectors; /* ours are [first, first + vectors) of those that begin at head */
     int body;                 /* elements that vectors cover */
+    int lead;                 /* vectors of the line that the first is in, before it: what is a line in memory is to be one on chip */
 
     INLINE const X *x() const { return a.x + (unsigned)opaque((int)row) * a.x_stride; }
     INLINE const Y *y() const { return a.y + (unsigned)opaque((int)row) * a.y_stride; }
@@ -52,8 +53,7 @@ struct Slice {
 
 #if ON_CHIP
 /* The stages' tiles of x, or two rows of it for each group; at Y_OFFSET those of y. Where there are stages, then every row
-   group's exchange slots; then the barriers: full and empty of each stage, arrivals of each exchange slot; then estimated
-   maxima and labels, of each stage. */
+   group's exchange slots, a barrier of arrivals for each, and the stages' headers. */
 INLINE unsigned char *shared() { return dynamic_shared(); }
 #else
 INLINE unsigned char *shared()
@@ -64,31 +64,42 @@ INLINE unsigned char *shared()
 #endif
 
 #if RESIDENT
+enum { LINE = 128 }; /* bytes of memory's */
+
+/* Of a stage */
+struct alignas(16) StageHeader {
+    Mbarrier full, empty;
+    RowMax row_max; /* of the row that begins here */
+#if HAS_AUXILIARY
+    Label label;
+#endif
+};
+static_assert(sizeof(StageHeader) <= HEADER_BYTES);
+
 /* Offsets instead of pointers, and counts: what a thread keeps has to fit its registers. */
 struct Pipeline {
-    int stages, vectors; /* vectors of a stage, of either tensor */
-    int row_tiles;       /* stages that a row takes: as many in each block, whether or not vectors are left for all */
-    int barriers;        /* their offset */
-    int place;           /* the next row's first stage, counted over two rounds: barriers tell a round from the next, and no more */
+    int stages, stage_vectors; /* vectors of a stage, of either tensor */
+    int vectors;               /* of a tile */
+    int row_tiles;             /* stages that a row takes: as many in each block, whether or not vectors are left for all */
+    int headers;               /* the offset of stages' headers, before which are the exchange slots' barriers */
+    int stage;                 /* the next row's first */
+    unsigned phase;            /* of its barriers: they tell a round from the next, and no more */
+    int lead;                  /* of this row's slice */
 
-    INLINE void advance(int tiles) /* two rounds at most; all groups' rows are no more (plan.py) */
+    INLINE void advance(int tiles) /* a round at most */
     {
-        place += tiles;
-        place -= place >= 2 * stages ? 2 * stages : 0;
+        stage += tiles;
+        const bool is_over = stage >= stages;
+        stage -= is_over ? stages : 0;
+        phase ^= is_over;
     }
-    INLINE int stage() const { return place - (place >= stages ? stages : 0); }
-    INLINE unsigned phase() const { return place >= stages; } /* of its barriers */
-    INLINE const X *x() const { return (const X *)shared() + stage() * vectors * WIDTH; }
-    INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + stage() * vectors * WIDTH; }
-    INLINE Mbarrier *barrier(int i) const { return (Mbarrier *)(shared() + barriers) + i; }
-    INLINE Mbarrier *full() const { return barrier(stage()); }
-    INLINE Mbarrier *empty() const { return barrier(stages + stage()); }
-    INLINE Mbarrier *arrived(unsigned slot) const { return barrier(2 * stages + slot); }
-    /* Of the row that begins here */
-    INLINE RowMax *row_max() const { return (RowMax *)barrier(2 * stages + GROUPS * EXCHANGE_SLOTS + stage()); }
-#if HAS_AUXILIARY
-    INLINE Label *label() const { return (Label *)barrier(3 * stages + GROUPS * EXCHANGE_SLOTS) + stage(); }
-#endif
+    INLINE int first_vector() const { return stage * stage_vectors + (HAS_LEAD ? lead : 0); } /* of the stages' */
+    INLINE const X *x() const { return (const X *)shared() + first_vector() * WIDTH; }
+    INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + first_vector() * WIDTH; }
+    INLINE StageHeader *header() const { return (StageHeader *)(shared() + headers) + stage; }
+    INLINE Mbarrier *full() const { return &header()->full; }
+    INLINE Mbarrier *empty() const { return &header()->empty; }
+    INLINE Mbarrier *arrived(int slot) const { return (Mbarrier *)(shared() + headers) + (slot - GROUPS * EXCHANGE_SLOTS); }
 };
 #else
 struct Pipeline {
@@ -149,6 +160,10 @@ INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
     if (COPIES_ROWS && vocab - (vectors - last) * WIDTH <= THREADS_PER_ROW)
         vectors -= last;
     slice.body = vectors * WIDTH;
+#if RESIDENT
+    if (HAS_LEAD)
+        slice.lead = (int)((unsigned long long)(slice.x() + slice.head) / X_BYTES % (LINE / X_BYTES));
+#endif
     slice.first = min(vectors, a.slice_vectors * (int)rank);
     slice.vectors = min(vectors - slice.first, a.slice_vectors);
     return slice;
@@ -168,8 +183,8 @@ template <typename F> INLINE void each_tile(const Slice &slice, Pipeline pipelin
    to be over. */
 INLINE void wait_tile(const Pipeline &tile)
 {
-    mbarrier_wait(tile.empty(), tile.phase() ^ 1);
-    mbarrier_wait(tile.full(), tile.phase());
+    mbarrier_wait(tile.empty(), tile.phase ^ 1);
+    mbarrier_wait(tile.full(), tile.phase);
 }
 
 INLINE void release_stage(const Pipeline &tile, const RowGroup &group)
@@ -250,6 +265,26 @@ INLINE Vectors copied_row(const Arguments &a, const RowGroup &group, unsigned r,
 }
 #endif
 
+#if RESIDENT
+/* Bytes of the row's vectors of x before what would be at address 0 of this tile, whose first vector is `start` of the slice */
+INLINE long long bytes_before(const Slice &slice, const Pipeline &tile, int start)
+{
+    return (slice.first + start) * (long long)X_BYTES - first_address(tile);
+}
+
+/* Of one tile, as `each_vector`; the address on chip after the last vector and what other threads have */
+template <typename F>
+INLINE int each_of_tile(const Slice &slice, const Pipeline &tile, const RowGroup &group, int start, int count, const F &f)
+{
+    const long long before = bytes_before(slice, tile, start);
+    int address = first_address(tile) + group.thread * X_BYTES;
+#pragma unroll 1
+    for (; address < end_address(tile, count); address += THREADS_PER_ROW * X_BYTES)
+        f(ld_shared<X>(address), ld_shared<Y>(y_address(address)), before + (unsigned)address, address);
+    return address;
+}
+#endif
+
 /* Calls f(x vector, y vector, bytes of the row's vectors of x before it, the address of its x on chip) for this thread's
    vectors. FIRST: all but the first tile may still be on their way; LAST: the row is not read again. */
 template <bool FIRST, bool LAST, typename F>
@@ -259,11 +294,7 @@ INLINE void each_vector(const Slice &slice, Pipeline &pipeline, const RowGroup &
     each_tile(slice, pipeline, [&](const Pipeline &tile, int start, int count) {
         if (FIRST && start) /* the first has been waited for */
             wait_tile(tile);
-        const long long elsewhere = (slice.first + start) * (long long)X_BYTES - first_address(tile); /* in the row */
-#pragma unroll 1
-        for (int address = first_address(tile) + group.thread * X_BYTES; address < end_address(tile, count);
-             address += THREADS_PER_ROW * X_BYTES)
-            f(ld_shared<X>(address), ld_shared<Y>(y_address(address)), elsewhere + (unsigned)address, address);
+        each_of_tile(slice, tile, group, start, count, f);
         if (LAST)
             release_stage(tile, group);
     });

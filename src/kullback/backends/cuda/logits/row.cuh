@@ -685,6 +685,9 @@ INLINE void process_row(const Slice &slice, Pipeline &pipeline, RowGroup &group)
 {
     const Arguments &a = slice.a;
     const unsigned r = slice.row;
+#if RESIDENT
+    pipeline.lead = slice.lead;
+#endif
 #if HAS_PEERS
     group.row = r;
     group.sent = 0;

@@ -6,7 +6,7 @@
 namespace kullback {
 
 /* Of Σ exp: below the first masses have underflowed; above the second exponents are rounded by too much. */
-#define MIN_SUM_EXP 1e-20f
+#define MIN_SUM_EXP 1e-18f
 #define MAX_SUM_EXP (IS_COARSE ? MAX_SUM : 65536.0f)
 /* Of a pair of logits' differences */
 #define MAX_SPREAD 10.0f
@@ -369,7 +369,7 @@ INLINE bool normalise(const Slice &slice, Pipeline &pipeline, RowGroup &group, R
     const Arguments &a = slice.a;
 #if RESIDENT
     wait_tile(pipeline);
-    RowMax row_max = *pipeline.row_max();
+    RowMax row_max = pipeline.header()->row_max;
 #else
     RowMax row_max = IS_EXACT ? exact_max(slice, pipeline, group) : estimated_max(slice, pipeline);
 #endif
