@@ -77,7 +77,7 @@ class LogitsShape:
     caches_slopes: bool = False  # whether masses and slopes take the place of a row that was summed by them
     y_offset: int = 0  # bytes from the input's part of shared memory to the target's
     max_cluster: int = PORTABLE_CLUSTER  # blocks that share a row, at most: code for fewer is the same
-    has_lead: bool = False  # whether rows may begin within lines of memory
+    has_lead: bool = False  # whether the vocabulary is not whole lines of memory, so that rows begin within them
 
     @property
     def threads(self) -> int:

@@ -45,7 +45,7 @@
 #define GROUPS 2            /* rows that a block works on at once */
 #define SLOTS 2             /* of rows that are not resident, how many a row group has room for on chip, */
 #define SLOT_VECTORS 0      /* and of how many vectors, as many as a row has; or 0 */
-#define HAS_LEAD 0          /* whether rows may begin within lines of memory */
+#define HAS_LEAD 0          /* whether a vocabulary is not whole lines of memory, so that rows begin within them */
 #define HEADER_BYTES 48     /* of a stage's header (pipeline.cuh), at most */
 #define Y_OFFSET 65536      /* bytes of shared memory from a stage's tile of x to that of y, where vectors are alike */
 #define MAX_CLUSTER 8       /* blocks that share a row, at most */

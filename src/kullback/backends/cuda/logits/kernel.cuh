@@ -232,8 +232,8 @@ INLINE void run(Arguments a)
     pipeline.headers = a.header_offset;
     if (threadIdx.x == 0) {
         for (Pipeline tile = pipeline; tile.phase == 0; tile.advance(1)) {
-            mbarrier_init(tile.full(), 1); /* by the one that says what to expect, as are arrivals */
-            mbarrier_init(tile.empty(), WARPS); /* by each that has read */
+            mbarrier_init(tile.full(), 1); /* the producer's, which says what to expect; of arrivals the first thread's */
+            mbarrier_init(tile.empty(), WARPS); /* each warp's that has read */
         }
         for (int slot = 0; slot < GROUPS * EXCHANGE_SLOTS; slot++)
             mbarrier_init(pipeline.arrived(slot), 1);

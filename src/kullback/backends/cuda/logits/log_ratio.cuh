@@ -53,12 +53,10 @@ struct LogRatio {
     /* log(p / q); NaN of two -inf */
     INLINE float of(float x, float y) const
     {
-        return IS_16_BIT ? shifted(x, y) - log_z_diff_low
-                         : near_logit_ratio(y, y_max, inv_temperature, x, x_max, inv_temperature, log_z_diff, log_z_diff_low);
+        if (IS_16_BIT)
+            return fmaf(y - x, inv_temperature, -log_z_diff) - log_z_diff_low;
+        return near_logit_ratio(y, y_max, inv_temperature, x, x_max, inv_temperature, log_z_diff, log_z_diff_low);
     }
-    /* The same and `shift`, an instruction less */
-    INLINE float shifted(float x, float y) const { return IS_16_BIT ? fmaf(y - x, inv_temperature, -log_z_diff) : of(x, y); }
-    INLINE float shift() const { return IS_16_BIT ? log_z_diff_low : 0; }
     /* √(p·q), but for the factor `rest`; the same when x and y are exchanged */
     INLINE float root(float x, float y) const
     {

@@ -89,8 +89,6 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     const LogRatio log_ratio(a, opaque(stats));
     const Row row = row_constants<FAST>(a, stats, {});
     const SlopeScale scale = slope_scale(a, predicted);
-    /* With a corner a shift would turn signs. A gradient is slopes less their mean, and both are shifted. */
-    const auto ratio_of = [&](float x, float y) { return HAS_CORNER ? log_ratio.of(x, y) : log_ratio.shifted(x, y); };
     NearSums sums = {};
     const auto mass_of = [&](float x) {
         return fast_logit_mass(x, row.input_max, row.input_inv_temperature, row.input_inv_sum_exp);
@@ -122,7 +120,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
         NearSums more = sums;
 #pragma unroll
         for (int k = 0; k < WIDTH; k++) {
-            const float own = input_of(a, at(x, k)), other = target_of(a, at(y, k)), r = ratio_of(own, other);
+            const float own = input_of(a, at(x, k)), other = target_of(a, at(y, k)), r = log_ratio.of(own, other);
             longest = max_nan(longest, fabsf(r));
             add(more, own, other, r, masses[k], cached[k]);
             masses[k] *= INPUT_IS_CAPPED ? softcap_grad(own, a.input_softcap) : 1;
@@ -136,7 +134,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
 #endif
         return are_near;
     }, [&](float x, float y, int i, int on_chip, const Row &stable_row) {
-        const float own = input_of(a, x), other = target_of(a, y), r = ratio_of(own, other);
+        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
         float mass, cached;
         if (fabsf(r) < radius)
             add(sums, own, other, r, mass, cached);
@@ -155,9 +153,7 @@ INLINE Sums sum_near(const Slice &slice, Pipeline &pipeline, RowGroup &group, co
     Sums whole;
     whole.d_log_q = values[1] == 0 ? 0 : fmaf(scale.factor, values[0], scale.offset);
     whole.q_minus_p = values[2];
-    /* By log-ratios the sum of terms has a derivative of term / 2 - d_log_q. */
-    whole.term = HAS_CORNER ? without_excess(values[1], whole.d_log_q, values[2])
-                            : fmaf(-log_ratio.shift(), 0.5f * values[1] - whole.d_log_q, values[1]);
+    whole.term = HAS_CORNER ? without_excess(values[1], whole.d_log_q, values[2]) : values[1];
     whole.d_log_p = whole.term - whole.d_log_q; /* Euler's */
     return whole;
 }

@@ -156,7 +156,7 @@ INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, 
     };
     /* Whether that served an element */
     const auto by_polynomials = [&](float x, float y, DX &input, DY &target) {
-        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.shifted(own, other);
+        const float own = input_of(a, x), other = target_of(a, y), r = log_ratio.of(own, other);
         const float sum = log_ratio.root(own, other) * term_over_root<false>(a, r);
         const bool is_near = fabsf(r) < NEAR_RADIUS;
         if (is_near)
@@ -201,14 +201,10 @@ INLINE void find_term_by_polynomials(RowTerms<SURE> &found, const Slice &slice, 
         if (WRITES)
             write_element(slice, input, target, i);
     });
-    /* By log-ratios a sum of terms has a derivative of term / 2 - d_log_q. */
-    const float shift = log_ratio.shift();
-    found.light *= log_ratio.rest * fmaf(-0.5f, shift, 1);
-    if (is_first_thread(group))
-        found.heavy += shift * (sums.d_log_q + sums.auxiliary); /* before labels shifted it */
+    found.light *= log_ratio.rest;
     if constexpr (SURE)
         correct_gradients(slice, pipeline, group, stats, sums, found, grad_out, [&](float q, float p) {
-            const float r = log_ratio.shifted(q, p);
+            const float r = log_ratio.of(q, p);
             return fabsf(r) < NEAR_RADIUS ? gradients_of(q, p, r, log_ratio.root(q, p) * term_over_root<false>(a, r))
                                           : Gradients(floored_element<FAST>(a, q, p, row), grad_out);
         });

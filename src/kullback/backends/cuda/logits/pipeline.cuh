@@ -43,7 +43,7 @@ struct Slice {
     unsigned row;
     int head, first, vectors; /* ours are [first, first + vectors) of those that begin at head */
     int body;                 /* elements that vectors cover */
-    int lead;                 /* vectors of the line that the first is in, before it: what is a line in memory is to be one on chip */
+    int lead;                 /* vectors of its line before the first: what is a line in memory is to be one on chip */
 
     INLINE const X *x() const { return a.x + (unsigned)opaque((int)row) * a.x_stride; }
     INLINE const Y *y() const { return a.y + (unsigned)opaque((int)row) * a.y_stride; }
@@ -64,7 +64,7 @@ INLINE unsigned char *shared()
 #endif
 
 #if RESIDENT
-enum { LINE = 128 }; /* bytes of memory's */
+enum { LINE = 128 }; /* bytes of a line of memory */
 
 /* Of a stage */
 struct alignas(16) StageHeader {
