@@ -140,6 +140,14 @@ def sample(
     return (logits.softmax(-1) if form == "probs" else logits.log_softmax(-1)).to(dtype)
 
 
+def moved(t: Tensor, by: int) -> Tensor:
+    """The same in a longer storage, so many elements from its beginning."""
+    storage = t.new_zeros(by + t.numel() + 8)
+    place = storage[by : by + t.numel()].view(t.shape)
+    place.copy_(t)
+    return place
+
+
 def spectrum(
     rows: int, vocab: int, dtype: torch.dtype, seed: int = 0, device: str = "cuda", noise: float | None = None
 ) -> tuple[Tensor, Tensor]:

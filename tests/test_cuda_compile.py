@@ -563,9 +563,8 @@ def test_rows_on_chip_fit(vocab, dtypes, both, chip):
         most = 69 << 10 if chip == plan.SMALL_BLACKWELL else 190 << 10
         assert vocab <= 2048 or vocab * (x.itemsize + y.itemsize) / chip.cluster > most
         return
-    assert layout.stage_vectors - layout.tile_vectors in (
-        (0,) if vocab % (layout.shape.width * plan.ALIGNMENT) == 0 else (plan.ALIGNMENT,)
-    )
+    has_lead = vocab % (layout.shape.width * plan.ALIGNMENT) != 0
+    assert layout.stage_vectors - layout.tile_vectors == (plan.ALIGNMENT if has_lead else 0)
     kept = layout.stages * layout.stage_vectors * layout.shape.width
     assert layout.tile_vectors % plan.ALIGNMENT == layout.slice_vectors % plan.ALIGNMENT == 0
     assert kept * x.itemsize <= layout.shape.y_offset

@@ -46,12 +46,7 @@ def same(x, y, like_x, like_y, **options):
 def test_storage_offsets(form, vocab, dtype, backend, device, generator):
     x, y = (sample(form, (3, vocab), generator, dtype).to(device) for _ in range(2))
     for offset, other in [(1, 0), (0, 1), (1, 1), (2, 3), (5, 4), (6, 7), (7, 7)]:
-        moved = []
-        for t, by in ((x, offset), (y, other)):
-            storage = torch.zeros(t.numel() + 8, dtype=dtype, device=device)
-            storage[by : by + t.numel()] = t.flatten()
-            moved.append(storage[by : by + t.numel()].view(t.shape))
-        same(*moved, x, y, form=form)
+        same(samples.moved(x, offset), samples.moved(y, other), x, y, form=form)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

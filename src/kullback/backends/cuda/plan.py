@@ -137,7 +137,8 @@ RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 STATIC_BYTES = 256  # of these, at most, for what a kernel declares
 ALIGNMENT = 8  # in vectors, of either tensor's part of shared memory, of tiles and of slices: lines of 128 bytes
 BARRIER_BYTES = 8
-HEADER_BYTES, MAX_STAGES = 48, 15  # of a stage: barriers, a row's estimated maxima, its label
+HEADER_BYTES = 48  # of a stage: barriers, a row's estimated maxima, its label
+MAX_STAGES = 15
 EXCHANGE_SLOTS, PARTIAL_BYTES = 2, 16
 MIN_TILE_BYTES = 13 << 10  # where a row has as many
 
@@ -250,17 +251,17 @@ def _resident(wanted: Wanted, chip: Chip) -> Layout | None:
     largest = PORTABLE_CLUSTER if waits else chip.cluster  # ranks lay rows alike, whatever their devices
     warps = chip.caching_warps if wanted.caches_slopes and wanted.x == torch.float32 else chip.warps
     most_threads = MANY_REGISTERS if wanted.both else SOME_REGISTERS if wanted.takes_registers else 32 * warps
+    # Rows that do not begin with lines lie on chip as in memory, by as much of a line later.
+    lead = ALIGNMENT if wanted.vocab % (ALIGNMENT * per_vector) else 0
+    header_bytes = MAX_STAGES * HEADER_BYTES
     row_groups = [of for of in (WAITING_ROW_GROUPS if waits else ROW_GROUPS) if math.prod(of) <= most_threads]
     for cluster, (threads, groups) in itertools.product((c for c in CLUSTERS if c <= largest), row_groups):
         slice_vectors = math.ceil(wanted.vectors / cluster / ALIGNMENT) * ALIGNMENT
         exchange_bytes = groups * EXCHANGE_SLOTS * PARTIAL_BYTES * cluster * threads // 32
         exchange_bytes += groups * EXCHANGE_SLOTS * BARRIER_BYTES
-        header_bytes = MAX_STAGES * HEADER_BYTES
         # Vectors of either tensor, for all vocabularies of such clusters: the distance is in the code's addresses.
         rest = chip.block_bytes - STATIC_BYTES - exchange_bytes - header_bytes
         room = rest // (ALIGNMENT * vector_bytes) * ALIGNMENT
-        # Rows that do not begin with lines lie on chip as in memory, by as much of a line later.
-        lead = 0 if wanted.vectors * per_vector == wanted.vocab and wanted.vectors % ALIGNMENT == 0 else ALIGNMENT
         stages, tile_vectors, row_tiles = _pipeline(slice_vectors, vector_bytes, threads, room, lead)
         # A barrier's phase is one bit: no group may wait for a round that is two ahead of what its stages have had.
         safe = (groups - 1) * row_tiles < stages and row_tiles <= stages

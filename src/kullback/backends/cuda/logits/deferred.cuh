@@ -37,10 +37,10 @@ template <> struct Places<false> {
         const int whole = slice.vectors / pipeline.vectors, last = slice.vectors - whole * pipeline.vectors;
         const int i = whole * each + (last - thread + THREADS_PER_ROW - 1) / THREADS_PER_ROW - steps;
         const int tile = i / each, vector = thread + i % each * THREADS_PER_ROW;
-        int stage = pipeline.stage + tile;
-        stage -= stage >= pipeline.stages ? pipeline.stages : 0;
+        Pipeline found = pipeline;
+        found.advance(tile);
         return Place { slice.head + (slice.first + tile * pipeline.vectors + vector) * WIDTH,
-                       (stage * pipeline.stage_vectors + slice.lead + vector) * WIDTH };
+                       (found.first_vector() + vector) * WIDTH };
     }
 };
 #else

@@ -128,8 +128,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
     const int index = group.index;
     /* Where all rows are read, a group goes straight to its own; else it has to count those before. */
     const int step = a.row_weight ? 1 : GROUPS, behind = a.row_weight ? 0 : index;
-    for (int row = 0; row < behind; row++)
-        pipeline.advance(pipeline.row_tiles);
+    pipeline.skip_rows(behind);
     each_row(a, first_row(index) + behind * row_step(), step, [&](unsigned r, bool is_read) __attribute__((always_inline)) {
         if (!is_read) {
             if (r / row_step() % GROUPS == index)
@@ -138,8 +137,7 @@ INLINE void consume_rows(const Arguments &a, Pipeline &pipeline, RowGroup &group
         }
         if (step == GROUPS || group.turn++ % GROUPS == index)
             process_row(slice_of(a, r, cta_rank()), pipeline, group);
-        for (int row = 0; row < step; row++)
-            pipeline.advance(pipeline.row_tiles);
+        pipeline.skip_rows(step);
     });
 }
 #else

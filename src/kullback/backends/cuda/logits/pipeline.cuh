@@ -93,7 +93,12 @@ struct Pipeline {
         stage -= is_over ? stages : 0;
         phase ^= is_over;
     }
-    INLINE int first_vector() const { return stage * stage_vectors + (HAS_LEAD ? lead : 0); } /* of the stages' */
+    INLINE void skip_rows(int rows)
+    {
+        for (int row = 0; row < rows; row++)
+            advance(row_tiles);
+    }
+    INLINE int first_vector() const { return stage * stage_vectors + lead; } /* of the stages' */
     INLINE const X *x() const { return (const X *)shared() + first_vector() * WIDTH; }
     INLINE const Y *y() const { return (const Y *)(shared() + Y_OFFSET) + first_vector() * WIDTH; }
     INLINE StageHeader *header() const { return (StageHeader *)(shared() + headers) + stage; }
@@ -160,9 +165,8 @@ INLINE Slice slice_of(const Arguments &a, unsigned r, unsigned rank)
     if (COPIES_ROWS && vocab - (vectors - last) * WIDTH <= THREADS_PER_ROW)
         vectors -= last;
     slice.body = vectors * WIDTH;
-#if RESIDENT
-    if (HAS_LEAD)
-        slice.lead = (int)((unsigned long long)(slice.x() + slice.head) / X_BYTES % (LINE / X_BYTES));
+#if HAS_LEAD
+    slice.lead = (int)((unsigned long long)(slice.x() + slice.head) / X_BYTES % (LINE / X_BYTES));
 #endif
     slice.first = min(vectors, a.slice_vectors * (int)rank);
     slice.vectors = min(vectors - slice.first, a.slice_vectors);
